@@ -199,7 +199,7 @@ def test_large_variables_are_divided_by_rows_and_all_shards_take_part(name, shar
     assert all(torch.equal(copy, v.storage) for v in numbers for p, copy in parts.copies.items() if p.key[:-2] == v.key)
     assert any(transfer.rows for transfer in placement.transfers)
     updates = [n for n in g.nodes if n.op in BY_ROWS and n.outputs[0].shape == (8, 4)]
-    assert all(len(placement.devices[n.id]) == 2 and placement.devices[n.id][0][:3] == "ps:" for n in updates)
+    assert all(len(found := placement.places[n.id]) == 2 and found[0].job == "ps" for n in updates)
 
 
 def test_a_variable_whose_update_needs_all_rows_is_not_divided(monkeypatch):
@@ -415,7 +415,7 @@ def test_what_is_added_to_a_variable_is_added_on_its_server_and_what_a_task_make
         placement = compare(g, [train, loss], [x, n, at], feeds, shards=shards).split.placement
         assert set(placement.raced) == {"table", "state"}
         on_servers = {
-            node.name for node in g.nodes if any(d.startswith("ps") for d in placement.devices.get(node.id, ()))
+            node.name for node in g.nodes if any(place.job == "ps" for place in placement.places.get(node.id, ()))
         }
         assert {"add", "add_1", "clamp"} <= on_servers and not any(name.startswith("mean") for name in on_servers)
 

@@ -49,6 +49,21 @@ def test_edges_between_places_say_what_crosses() -> None:
     assert tooltip.splitlines()[-1] == "task:0 -&gt; task:1, value, 24 bytes"
 
 
+def test_an_order_between_places_says_that_only_the_word_done_crosses() -> None:
+    queue = tfnb.FIFOQueue(4, [torch.float32], [(2,)])
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(2), shape=(2,), name="x")
+        with on(1):
+            total = x.sum()
+        with tfnb.control_dependencies([total]), on(0):
+            put = queue.enqueue(x)
+    drawn = re.findall(r'<path class="wire order cross[^"]*"[^>]*><title>([^<]*)</title>', view.graph_svg(g))
+    assert [tooltip.splitlines()[-1] for tooltip in drawn] == ["task:1 -&gt; task:0, done"]
+    parts = tfnb.place([total, put])
+    assert [str(crossing) for crossing in parts.parts[1].sends] == ["total: task:1 -> task:0 (done)"]
+    assert "send total -&gt; task:0" in parts._repr_html_() and "recv total &lt;- task:1" in parts._repr_html_()
+
+
 @pytest.mark.parametrize("model", [over_tasks.loop, over_tasks.branch], ids=lambda model: model.__name__)
 def test_nodes_inside_of_loops_and_branches_have_stripes(model: Any) -> None:
     with tfnb.record() as g:

@@ -1,6 +1,6 @@
 """Placement: the task that computes each node, and the server that holds each Variable.
 
-`placement` is the result, for the cluster: node -> devices, variable -> pieces, edge -> transfer. `partition` cuts a
+`placement` is the result, for the cluster: node -> places, variable -> pieces, edge -> transfer. `partition` cuts a
 pruned step into a part for the compute tasks and one for each server; `shards` assigns Variables to servers; `lookups`
 finds the large Variables of which a task needs only rows; `requests` checks requests of nodes for devices;
 `row_means` checks that the gradients of parts of a batch average to the gradient of the whole batch; `row_guards`

@@ -218,13 +218,13 @@ class _Cut:
         fed = _Feeds(self.graph, self.feeds)
         fetches = [self.state.resolved(v) if self._gives(v) else None for v in self.fetches]
         servers = [self._assigning(shard, mine) for shard, mine in self._targets.items()]
-        devices = {node.id: (str(TASK),) for node in self.pruned.nodes}
+        places = {node.id: (TASK,) for node in self.pruned.nodes}
         transfers = tuple(border for server in servers for border in server.borders)
         return Split(
             self._derived(fed, self.state.nodes.values()),
             fed.values,
             tuple(None if value is None else fed.of(value) for value in fetches),
-            Placement(devices, self.homes, transfers, tuple(self._targets), self.tasks, self._changed),
+            Placement(places, self.homes, transfers, tuple(self._targets), self.tasks, self._changed),
             tuple(Value(node.id) for node in self.checks),
             self._fed_by(fed, servers),
         )
@@ -333,14 +333,14 @@ class _Cut:
                 yield variable.name
 
     def _placed(self, cut: Partition, servers: Iterable[Server]) -> Placement:
-        """The placement of the whole step: devices of nodes, homes of Variables, transfers."""
-        devices: dict[int, tuple[str, ...]] = {}
+        """The placement of the whole step: places of nodes, homes of Variables, transfers."""
+        places: dict[int, tuple[Place, ...]] = {}
         for place in sorted(cut.done):
             for node in cut.nodes(place):
-                devices[node.id] = (*devices.get(node.id, ()), str(place))
+                places[node.id] = (*places.get(node.id, ()), place)
         transfers = tuple(border for server in servers for border in server.borders)
         return Placement(
-            devices, self.homes, transfers, tuple(self._targets), self.tasks, self._changed,
+            places, self.homes, transfers, tuple(self._targets), self.tasks, self._changed,
             tuple(self._apart(transfers)), tuple(self._raced(transfers)),
         )  # fmt: skip
 

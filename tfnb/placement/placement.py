@@ -1,4 +1,4 @@
-"""The placement of a step: node -> devices, variable -> pieces on shards, edge -> transfer. Data only.
+"""The placement of a step: node -> places, variable -> pieces on shards, edge -> transfer. Data only.
 
 It is decided once, in `tfnb.placement.partition` and `tfnb.placement.shards`; plans, holdings and driver read it.
 """
@@ -78,13 +78,13 @@ class Transfer(NamedTuple):
 class Placement:
     """The placement of one step.
 
-    ``devices``: by a node's id, the names of the places where the node runs. ``writes``: shards that the step writes,
+    ``places``: by a node's id, the places where the node runs. ``writes``: shards that the step writes,
     ``changed``: keys of the Variables that the step writes. ``tasks``: numbers of the tasks that the graph asks for,
     empty if any will do. ``apart``: names of Variables whose new value depends on the feeds, but on no gradient;
     ``raced``: names of Variables whose new value a task computes from a possibly outdated read.
     """
 
-    devices: Mapping[int, tuple[str, ...]]
+    places: Mapping[int, tuple[Place, ...]]
     homes: Homes
     transfers: tuple[Transfer, ...]
     writes: tuple[int, ...]

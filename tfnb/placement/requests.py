@@ -19,6 +19,7 @@ from tfnb.graph import Node, Variable
 from tfnb.graph.device_request import DeviceRequest, parse
 from tfnb.graph.ops import QUEUES
 from tfnb.graph.subgraph import nested, subgraphs
+from tfnb.passes.flow.places import Place
 from tfnb.placement.placement import Homes, server
 
 HERE = "this process"
@@ -97,25 +98,25 @@ def ensure_stages(found: Sequence[NodeRequest]) -> None:
 
 
 def ensure_on_servers(
-    found: Sequence[NodeRequest], devices: Mapping[int, Sequence[str]], undivided: str | None
+    found: Sequence[NodeRequest], places: Mapping[int, Sequence[Place]], undivided: str | None
 ) -> None:
     """Raise Unimplemented for the first node that asks for a server and is not done there.
 
-    devices: places of each node by id (`tfnb.placement.placement.Placement`); undivided: as of
+    places: of each node, by its id (`tfnb.placement.placement.Placement`); undivided: as of
     `tfnb.placement.partition.Split`.
     """
-    has_updates = any(place.startswith("ps:") for places in devices.values() for place in places)
+    has_updates = any(place.job == "ps" for each in places.values() for place in each)
     for each in found:
         node, request = each
         if request.job != "ps" or request.soft:
             continue
-        places = [place for place in devices.get(node.id, ()) if place.startswith("ps:")]
-        if places and (request.task is None or str(server(request.task)) in places):
+        servers = [place for place in places.get(node.id, ()) if place.job == "ps"]
+        if servers and (request.task is None or server(request.task) in servers):
             continue
-        if node.id not in devices or [*subgraphs(node)]:
+        if node.id not in places or [*subgraphs(node)]:
             why = "loops and branches, and what is inside of them, are done by tasks"
-        elif places:
-            why = f"it is done where the Variable lies that it updates, at {', '.join(places)}"
+        elif servers:
+            why = f"it is done where the Variable lies that it updates, at {', '.join(map(str, servers))}"
         elif undivided is not None and not has_updates:
             why = f"one task does all of the step: {undivided}"
         else:

@@ -21,6 +21,7 @@ from tfnb.view import facts
 from tfnb.view.box import Box
 from tfnb.view.inside import ARGUMENT, Path
 from tfnb.view.style import LIGHT
+from tfnb.view.wiring import NodeLink
 
 LEVELS = 5  # of colour; a level is three times the share of the one below
 BY = ("time", "bytes")
@@ -172,13 +173,17 @@ class Sites:
         found = self.of(box)
         return f"at {', '.join(map(str, found))}" if found else ""
 
-    def crossing(self, producer: int, consumer: int) -> str | None:
-        """How a value crosses to its user: ``task:0 -> task:1, value, 96 bytes``; None if both are at one place."""
-        source, to = self.at.get(producer), self.at.get(consumer)
+    def crossing(self, link: NodeLink) -> str | None:
+        """How a value crosses to its user: ``task:0 -> task:1, value, 96 bytes``; None if both are at one place.
+
+        Of a control dependency only the word that the producer is done crosses.
+        """
+        source, to = self.at.get(link.producer), self.at.get(link.consumer)
         if source is None or to is None or source == to:
             return None
-        known = self.crossings.get((self.paths.get(producer, (producer,))[-1], to))
-        return ", ".join([f"{source} -> {to}", *([] if known is None else [known.words])])
+        known = self.crossings.get((self.paths.get(link.producer, (link.producer,))[-1], to))
+        words = "done" if link.value is None else "" if known is None else known.words
+        return ", ".join(filter(None, [f"{source} -> {to}", words]))
 
 
 def sites(graph: Graph, contents: Contents, paths: Mapping[int, Path]) -> Sites | None:

@@ -194,18 +194,21 @@ class BoxLevel:
         return f'<path {look} {ends} d="{path(points, tip=isinstance(edge.head, int))}"><title>{title}</title></path>'
 
     def _crossing(self, edge: DrawnEdge) -> list[str]:
-        """How the values of an edge cross to places where the head uses them; nothing where they do not."""
+        """How an edge crosses to places where its head uses the values, or waits for the tail; nothing if it does not."""
         if self.sites is None:
             return []
         level, where = self.box.key, self.wiring.where
         links = (link for value in edge.values for link in self.wiring.links.get(value.node, ()) if link.value == value)
+        if not edge.values:
+            tail, every = self._source(edge.tail), {link for some in self.wiring.links.values() for link in some}
+            links = (each for each in every if each.value is None and where[each.producer][: len(tail)] == tail)
         if isinstance(edge.head, int):
             head = (*level, edge.head)
             users = [link for link in links if where[link.consumer][: len(head)] == head]
         else:
             users = [link for link in links if where[link.consumer][: len(level)] != level]
-        found = (self.sites.crossing(link.producer, link.consumer) for link in users if not link.quiet)
-        return list(dict.fromkeys(words for words in found if words is not None))
+        found = (self.sites.crossing(link) for link in users if not link.quiet)
+        return sorted({words for words in found if words is not None})
 
 
 def _falling(points: list[Point]) -> list[Point]:

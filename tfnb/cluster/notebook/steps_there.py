@@ -603,7 +603,7 @@ class Steps:
                 divides, is_staged = parallel and len(tasks) < 2, staged is not None
                 about = weighed(step) if divides else WeighedStep(step)
                 cut = split(about.step, homes, parallel=divides, tasks=tasks, is_staged=is_staged, weigh=about.of)
-                ensure_on_servers(found, cut.placement.devices, cut.undivided)
+                ensure_on_servers(found, cut.placement.places, cut.undivided)
                 placed = place(cut, check=check, compile=compile)
                 placed = replace(placed, guards=RowGuards.of(step), joins=joins(about))
                 if len(tasks) > 1:

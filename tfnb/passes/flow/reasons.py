@@ -295,7 +295,7 @@ class PlacedPart:
         """The ops as nodes in topological order, without back edges of loops."""
         ops = self._part.flow.ops
         seen: set[int] = set()
-        made: set[int] = set()
+        made: dict[int, int] = {}  # how many outputs each node has that is drawn
         for root in range(len(ops)):
             stack = [(root, False)]
             while stack:
@@ -303,20 +303,24 @@ class PlacedPart:
                 if not is_ready and number not in seen and self._is_shown(number):
                     seen.add(number)
                     stack.append((number, True))
-                    stack += [(port.op, False) for port in reversed(ops[number].inputs)]
+                    stack += [(port.op, False) for port in reversed((*ops[number].inputs, *ops[number].after))]
                 elif is_ready:
-                    yield self._node(number, made)
-                    made.add(number)
+                    node = self._node(number, made)
+                    made[number] = len(node.outputs)
+                    yield node
 
     def _is_shown(self, number: int) -> bool:
         op = self._part.flow.ops[number]
         return op.kind not in _UNSEEN and (op.kind != frames.FEED or number in self._part.feeds)
 
-    def _node(self, number: int, made: set[int]) -> Node:
+    def _node(self, number: int, made: Mapping[int, int]) -> Node:
+        """The node of an op; operands without a value, and ops that only must be done before, are control edges."""
         op, whole = self._part.flow.ops[number], self._whole
-        inputs = tuple(Value(self._id(port.op), port.index) for port in op.inputs if port.op in made)
+        inputs = tuple(Value(self._id(port.op), port.index) for port in op.inputs if port.index < made.get(port.op, 0))
+        waits = [port for port in op.inputs if port.index >= made.get(port.op, 0)] + [*op.after]
+        control = tuple(dict.fromkeys(self._id(port.op) for port in waits if port.op in made))
         if op.kind == frames.NODE and op.node is not None:
-            return replace(op.node, inputs=inputs, control=(), effects=(), device=None)
+            return replace(op.node, inputs=inputs, control=control, effects=(), device=None)
         if op.kind == frames.FEED:
             name, spec = whole.name(Port(number)), whole.spec(Port(number))
             return Node(id=self._id(number), name=name, op="tfnb.placeholder", outputs=() if spec is None else (spec,))
@@ -329,7 +333,7 @@ class PlacedPart:
         outputs = () if spec is None else (spec,) * (2 if op.kind == frames.SWITCH else 1)
         return Node(
             id=self._id(number), name=f"{name} {number}" if op.kind not in (SEND, RECV) else name,
-            op=f"tfnb.{op.kind}", inputs=inputs, outputs=outputs,
+            op=f"tfnb.{op.kind}", inputs=inputs, outputs=outputs, control=control,
         )  # fmt: skip
 
     def _id(self, number: int) -> int:
