@@ -194,7 +194,7 @@ class BoxLevel:
         return f'<path {look} {ends} d="{path(points, tip=isinstance(edge.head, int))}"><title>{title}</title></path>'
 
     def _crossing(self, edge: DrawnEdge) -> list[str]:
-        """How an edge crosses to places where its head uses the values, or waits for the tail; nothing if it does not."""
+        """How an edge crosses to places where its head uses the values, or waits for the tail; empty if it does not."""
         if self.sites is None:
             return []
         level, where = self.box.key, self.wiring.where
