@@ -470,7 +470,7 @@ def test_export_by_suffix(notebook, tmp_path, suffix, start):
 
 def test_export_as_an_image_in_colours_with_text(notebook, tmp_path):
     resvg_py = pytest.importorskip("resvg_py", reason="optional extra [png]")
-    notebook.ok(f"%%tfgraph g --no-show\n{X}")
+    notebook.ok(f"%%tfgraph g --no-show\n{X}\nrates = x.exp().sin()")
     if "none is installed here" in notebook.run(f"%tfgraph g export {tmp_path / 'g.png'}").err:
         pytest.skip("no font to write with")
     png = (tmp_path / "g.png").read_bytes()
