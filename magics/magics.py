@@ -356,12 +356,18 @@ class TfnbMagics(RunMagics):
         argument("fetches", nargs="*", metavar="FETCH", help="what the profiled run must have fetched"),
         argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing"),
         argument("--top", type=int, default=10, metavar="N", help="rows of each table (10)"),
-        argument("--by", choices=("time", "bytes"), default="time", help="what colours the drawing (time)"),
+        argument(
+            "--by",
+            choices=("time", "bytes", "node", "op", "line", "scope", "place"),
+            default="time",
+            help="time or bytes: what colours the drawing (time); the others: what a row of the open table is",
+        ),
     )
     def tfprof(self, line: str, cell: str | None = None) -> Any:
         """Show the last profiled run: the graph coloured by time, a timeline, bytes alive, and tables. Runs nothing.
 
         %tfrun loss -f x=images[:64] -f y=labels[:64] --profile
+        %tfprof --by line
         %tfprof --trace digits.trace.json --top 20
         """
         options = self._line_only(self.tfprof, line, cell)
@@ -376,7 +382,8 @@ class TfnbMagics(RunMagics):
             raise UsageError(f"no profiled run of {what or f'graph {graph.name}'} yet: {command.rstrip()} --profile")
         if options.trace:
             trace.save(options.trace)
-        return self._out(options, replace(trace, rows=options.top, colours=options.by))
+        how = {"colours" if options.by in ("time", "bytes") else "grouped": options.by}
+        return self._out(options, replace(trace, rows=options.top, **how))
 
     @magic(
         argument("names", nargs="*", metavar="NAME", help="two graphs; with --passes what a run would fetch"),

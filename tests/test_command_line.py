@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
 import pytest
+from distributed import LocalCluster
 
 from tfnb import doctor
 from tfnb.__main__ import main
+from tfnb.doctor import findings
+from tfnb.errors import InvalidArgument
 from tfnb.execution.compiling.package_cache import packages
 
 ROOT = Path(__file__).parent.parent
@@ -85,7 +90,7 @@ def test_unknown_option_is_refused(capsys):
 
 @pytest.mark.slow
 def test_doctor_finds_everything_here():
-    report = doctor()
+    report = doctor(seconds=120)
     assert report.ok, report
     assert {"python", "torch", "compiler", "packages", "drawing", "cluster"} <= {
         finding.what for finding in report.findings
@@ -96,9 +101,72 @@ def test_doctor_finds_everything_here():
 def test_doctor_reports_what_fails_and_goes_on(monkeypatch, capsys):
     monkeypatch.setattr("tfnb.view.graph_html", lambda graph: 1 / 0)
     monkeypatch.setattr("tfnb.connect", lambda *_, **__: 1 / 0, raising=False)
-    assert main(["doctor"]) == 1
+    assert main(["doctor", "--seconds", "60"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAILS") == 2 and "ZeroDivisionError" in printed
+
+
+@pytest.fixture
+def silent():
+    """The address of a socket that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_doctor_answers_while_a_cluster_does_not(silent):
+    said = []
+    *others, cluster = findings(silent, seconds=4, waits=said.append)
+    assert all(finding.state in ("ok", "-") for finding in others), others
+    assert cluster.what == "cluster" and cluster.state in ("FAILS", "?") and silent in cluster.found
+    assert said and all(silent in line and "s are left" in line for line in said)
+
+
+def test_doctor_of_a_fresh_process_answers_in_time_and_says_what_it_waits_for(silent):
+    done = subprocess.run(
+        [sys.executable, "-m", "tfnb", "doctor", silent, "--seconds", "2.5"], capture_output=True, text=True, timeout=60
+    )
+    assert "waiting for " in done.stderr and "s are left" in done.stderr
+    lines = {line.split()[1]: line for line in done.stdout.splitlines()}
+    assert lines["python"].startswith("   ok") and list(lines)[-1] == "cluster"
+    assert silent in lines["cluster"] or "no answer in time" in lines["cluster"]
+    assert done.returncode == ("FAILS" in done.stdout)
+
+
+def test_doctor_names_an_address_where_nobody_listens():
+    port = socket.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{port.getsockname()[1]}"
+    port.close()
+    *_, cluster = findings(address, seconds=30)
+    assert cluster.state == "FAILS" and f"nobody listens at {address}" in cluster.found
+
+
+def test_doctor_gives_up_a_check_that_hangs(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(sys.modules["tfnb.doctor"], "_devices", lambda: str(ended.wait(30)))
+    monkeypatch.setattr("tfnb.connect", lambda *_, **__: 1 / 0, raising=False)
+    found = {finding.what: finding for finding in findings(seconds=2)}
+    ended.set()
+    assert [found[what].state for what in ("devices", "drawing", "cluster")] == ["?", "?", "FAILS"]
+    assert "torch is loaded" in found["devices"].found and "--seconds" in found["devices"].found
+
+
+@pytest.mark.parametrize("wrong", [{"seconds": 0}, {"seconds": "1"}, {"seconds": float("nan")}, {"address": 8786}])
+def test_doctor_refuses_what_is_no_time_and_no_address(wrong):
+    with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+        doctor(**wrong)
+
+
+def test_the_command_of_the_doctor_refuses_no_time(capsys):
+    assert main(["doctor", "--seconds", "-1"]) == 2
+    assert "seconds=-1.0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_doctor_asks_the_workers_at_an_address_for_their_versions():
+    with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None, host="127.0.0.1") as cluster:
+        *_, found = findings(cluster.scheduler_address, seconds=60)
+        assert found.state == "ok" and "1 worker with the versions of this process" in found.found
+        assert not cluster.scheduler.tasks
 
 
 def test_cache_is_shown_and_cleared(capsys):

@@ -42,7 +42,7 @@ BELOW = {
     "view": "passes escaping",
     "datasets": "errors",
     "summary": "graph",
-    "doctor": "escaping",
+    "doctor": "errors escaping",
     "demo": "tutorials",
     "tutorials": "",
     "__main__": "demo doctor tutorials",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -19,7 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "lab", help=f"open JupyterLab on the quickstart, with {COPIES}/ made here; takes its options too"
     )
     lab.set_defaults(run=_lab)
-    commands.add_parser("doctor", help="say what works here").set_defaults(run=_doctor)
+    doctor = commands.add_parser("doctor", help="say what works here, within 10 seconds")
+    doctor.add_argument("address", nargs="?", help="of a Dask scheduler to ask; else a cluster is started here")
+    doctor.add_argument("--seconds", type=float, default=9.0, help="time for all checks (9)")
+    doctor.set_defaults(run=_doctor)
     cache = commands.add_parser("cache", help="the steps that were compiled, as they are kept on disk")
     cache.add_argument("--clear", action="store_true", help="remove them")
     cache.set_defaults(run=_cache)
@@ -45,9 +49,23 @@ def _lab(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    report = import_module("tfnb.doctor").doctor()
-    print(report)
-    return 0 if report.ok else 1
+    checks = import_module("tfnb.doctor")
+    found = []
+    try:
+        for finding in checks.findings(options.address, seconds=options.seconds, waits=_waits):
+            found.append(finding)
+            print(finding, flush=True)
+    except checks.InvalidArgument as error:
+        print(error, file=sys.stderr)
+        return 2
+    status = 0 if checks.DoctorReport(tuple(found)).ok else 1
+    if any(finding.state == "?" for finding in found):
+        os._exit(status)  # what did not answer in time does not keep the process, either
+    return status
+
+
+def _waits(line: str) -> None:
+    print(f"       waiting for {line}", file=sys.stderr, flush=True)
 
 
 def _cache(options: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,14 @@ def test_a_trace_that_cannot_be_written_says_what_to_do(net, tmp_path):
 def test_profile_colours_by_bytes_too(net):
     net.ok("%tfrun loss -f x=torch.zeros(5, 3) --profile")
     assert "of the bytes" in net.ok("%tfprof --by bytes").result._repr_html_()
+
+
+def test_profile_opens_and_prints_the_table_of_lines(net):
+    net.ok("%tfrun loss -f x=torch.zeros(5, 3) --profile")
+    trace = net.ok("%tfprof --by line").result
+    assert "<details open><summary>lines" in trace._repr_html_()
+    assert [row.name for row in trace.table(by="line")] == re.findall(r"bytes  (\S+)", repr(trace))
+    assert "<details open><summary>places" in net.ok("%tfprof --by place").result._repr_html_()
 
 
 @pytest.mark.filterwarnings("ignore:.*profiler")

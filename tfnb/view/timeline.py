@@ -48,8 +48,8 @@ def timeline(trace: Any, keys: Mapping[tuple[int, ...], str]) -> str:
     head = f"<b>{xml(trace.title)}</b> {duration(trace.seconds)} · {facts.plural(len(trace.events), 'event')}"
     head += f" · at most {facts.amount(trace.peak)} at once" if trace.live else ""
     head += "".join(f" · {xml(words)}" for words in (trace.other_code, trace.clock_note) if words) + note
-    listed = (*TABLES, PLACES) if trace.clocks else TABLES
-    tables = "".join(_table(trace, by, title, is_open=by == "node") for by, title in listed)
+    listed = (*TABLES, PLACES) if trace.clocks or trace.grouped == PLACES[0] else TABLES
+    tables = "".join(_table(trace, by, title, is_open=by == trace.grouped) for by, title in listed)
     bar = f'<div class="tfnb-bar"><span>{head}</span></div>'
     return f'<div class="tfnb-timeline">{bar}{_svg(trace, events, messages, keys, iterations)}{tables}</div>'
 

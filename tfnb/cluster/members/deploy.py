@@ -470,7 +470,13 @@ async def greet(link: ClientLink, addr: str, key: str, end: float) -> tuple[Peer
     link.confirm(addr)  # Dask says that the actor stands there, whoever was there before
     answer = await link.persist(Peer(addr, key, 0), "hello", epoch=0, deadline=end)
     meta = _ok(answer, f"the task at {addr}").meta
-    ours, theirs = versions(), dict(meta["versions"])
+    _check_versions(addr, meta["versions"])
+    return Peer(addr, key, int(meta["incarnation"])), dict(meta)
+
+
+def _check_versions(addr: str, found: Mapping[str, str]) -> None:
+    """Raise VersionMismatch, with a table, if a worker's versions are others than those of this process."""
+    ours, theirs = versions(), dict(found)
     if ours != theirs:
         rows = [
             f"  {name:10} here {ours.get(name)!s:10} there {theirs.get(name)!s}" for name in sorted({*ours, *theirs})
@@ -482,7 +488,22 @@ async def greet(link: ClientLink, addr: str, key: str, end: float) -> tuple[Peer
         )
         text = f"the worker at {addr} has other versions than this notebook:"
         raise VersionMismatch("\n".join([text, *rows]), details={"differs": differs})
-    return Peer(addr, key, int(meta["incarnation"])), dict(meta)
+
+
+def check_workers(client: Client, timeout: float) -> int:
+    """The number of running workers, whose versions agree with those of this process. Starts no task on them.
+
+    Raises VersionMismatch, FailedPrecondition for a worker without tfnb or torch, or DeadlineExceeded.
+    """
+    try:
+        found = client.sync(client._run, versions, on_error="return", callback_timeout=timeout)
+    except TimeoutError:
+        raise DeadlineExceeded(f"workers of {scheduler_address(client)} did not tell their versions") from None
+    for addr, theirs in found.items():
+        if isinstance(theirs, BaseException):
+            raise FailedPrecondition(f"the worker at {addr}: {theirs}; it needs the tfnb and torch of this process")
+        _check_versions(addr, theirs)
+    return len(found)
 
 
 async def configure(

@@ -157,6 +157,7 @@ class Trace:
     began: int
     rows: int = 10  # of the tables that are shown
     colours: str = "time"  # or "bytes": what the drawing is coloured by
+    grouped: By = "node"  # of the table that is printed, and open below the drawing
     taken: Mapping[int, frozenset[bool]] = field(default_factory=dict)
     inside: Mapping[Path, Amount] = field(default_factory=dict)
     once: Mapping[Path, NodeNote] = field(default_factory=dict)
@@ -359,7 +360,7 @@ class Trace:
         return "" if self.untraced in ("", "generated code") else f"untraced it is {self.untraced}"
 
     def __repr__(self) -> str:
-        rows = self.table(self.rows)
+        rows = self.table(self.rows, by=self.grouped)
         wide = max((len(row.name) for row in rows), default=0)
         lines = [
             f"{1e3 * row.seconds:10.3f} ms {100 * row.share:5.1f} % {row.bytes:>13,} bytes  "
