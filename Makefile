@@ -102,9 +102,10 @@ bench-ray: ## Ray actors that take the step of bench-cluster, in an environment 
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray torch numpy psutil
 	.venv-ray/bin/python tests/benchmarks/peers/ray_actors.py $(BENCH)
 
-notebooks: $(INSTALLED) ## execute the notebooks and keep their outputs
+notebooks: $(INSTALLED) ## execute the notebooks, keep their outputs, and draw the pictures of the pages
 	$(BIN)/python -m jupyter nbconvert --to notebook --inplace --execute \
 	  --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False $(NOTEBOOKS)
+	@$(BIN)/python -m tests.pictures
 
 docs: $(INSTALLED) ## the reference of all public names and magics, from the docstrings, into build/docs
 	@$(BIN)/python -m tests.reference build/docs && echo build/docs/tfnb.html

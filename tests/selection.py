@@ -42,6 +42,7 @@ ABOUT = {
     "layers": "__init__",
     "models": "recording gradients",
     "notebooks": "magics fitting",
+    "pages": "magics view",
     "programs": "control_flow execution",
     "readme": "magics fitting cluster",
     "reference": "magics __init__",

@@ -75,7 +75,9 @@ def test_lab_of_an_installed_wheel_copies_the_notebooks_and_opens_the_quickstart
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == str([str(Path("tfnb-notebooks", "quickstart.ipynb"))]), done.stderr
     shipped = {path.name for path in (ROOT / "notebooks").iterdir() if path.suffix in (".ipynb", ".md")}
-    assert {path.name for path in (home / "tfnb-notebooks").iterdir()} == shipped
+    assert {path.name for path in (home / "tfnb-notebooks").iterdir()} == {*shipped, "pictures"}
+    pictures = [sorted((at / "pictures").iterdir()) for at in (home / "tfnb-notebooks", ROOT / "notebooks")]
+    assert [path.read_bytes() for path in pictures[0]] == [path.read_bytes() for path in pictures[1]] != []
     assert (home / "tfnb-notebooks" / "gan.ipynb").read_text() == "mine"
     assert (home / "tfnb-notebooks" / "quickstart.ipynb").read_bytes() == (
         ROOT / "notebooks" / "quickstart.ipynb"

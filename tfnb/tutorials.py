@@ -14,12 +14,14 @@ QUICKSTART = "quickstart.ipynb"
 def opened(into: Path) -> Path:
     """The quickstart to open: of a checkout itself, of an installed package a copy in the folder ``into``.
 
-    All notebooks and pages are copied there, but those that are there: they may hold what the user changed.
+    All notebooks, pages and their pictures are copied there, but those that are there: they may hold what the user
+    changed.
     """
     if NOTEBOOKS != INSTALLED:
         return NOTEBOOKS / QUICKSTART
-    into.mkdir(parents=True, exist_ok=True)
-    for file in sorted(path for path in NOTEBOOKS.iterdir() if path.suffix in (".ipynb", ".md")):
-        if not (into / file.name).exists():
-            shutil.copyfile(file, into / file.name)
+    for file in (path for path in NOTEBOOKS.rglob("*") if path.suffix in (".ipynb", ".md", ".svg")):
+        copy = into / file.relative_to(NOTEBOOKS)
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
     return into / QUICKSTART
