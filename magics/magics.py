@@ -560,8 +560,9 @@ class TfnbMagics(RunMagics):
                 timeout=options.timeout, threads=options.threads, memory=options.memory, dashboard=options.dashboard,
             )  # fmt: skip
         if options.live:
-            plot = tfnb.widgets.LivePlot(cluster._repr_html_(), repr(cluster))
-            cluster.follow(lambda status: plot.show(status._repr_html_(), str(status)))
+            now = cluster.status()
+            plot = tfnb.widgets.LivePlot(now.live_html(), str(now))
+            cluster.follow(lambda status: plot.show(status.live_html(), str(status)))
         return self._out(Namespace(**{**vars(options), "quiet": options.quiet or options.live}), cluster)
 
     def _target(self, word: str | None) -> Any:

@@ -87,13 +87,18 @@ def paneled(text: str) -> str:
     return panel.table()
 
 
+def status(text: str) -> card.Status:
+    """The status of a cluster of one member."""
+    row = card.CardRow(text, text, text, text, text)
+    return card.Status(text, ((text, text),), (row,), (text,), ((text, text),))
+
+
 PRODUCERS: dict[str, Callable[[str], str]] = {
     "tfnb.graph.graph.Graph": lambda text: graph(text)._repr_html_(),
     "tfnb.graph.difference.Difference": lambda text: graph(text).diff(graph("b"))._repr_html_(),
     "tfnb.doctor.DoctorReport": lambda text: DoctorReport((Finding(text, text),))._repr_html_(),
-    "tfnb.cluster.notebook.card.Status": lambda text: card.Status(
-        text, ((text, text),), (card.CardRow(text, text, text, text),), (text,)
-    )._repr_html_(),
+    "tfnb.cluster.notebook.card.Status": lambda text: status(text)._repr_html_(),
+    "tfnb.cluster.notebook.card.Status, live": lambda text: status(text).live_html(),
     "tfnb.fitting.fit_loop.RunResult": lambda text: fit_loop.RunResult(
         1, [{text: text}], 1.0, [{"step": 1, text: 1.0}, {"step": 2, text: 2.0}], text, text
     )._repr_html_(),

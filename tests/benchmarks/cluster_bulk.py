@@ -122,7 +122,7 @@ def bulk(megabytes: int = 100, steps: int = 12, *, own: bool = True) -> Mapping[
                 for _ in range(3):
                     some, more = (clock(partial(fit, count, mode)) for count in (2, 2 + few))
                     times[mode].append(Row(*((b - a) / few for a, b in zip(some, more, strict=True))))
-            print(f"server: {connected.status().rows[-1].detail}; MB at most: {list(client.run(_grown).values())}")
+            print(f"server: {connected.status().rows[-1]}; MB at most: {list(client.run(_grown).values())}")
     return {name: Row(*map(statistics.median, zip(*found, strict=True))) for name, found in times.items()}
 
 
@@ -231,7 +231,7 @@ def lanes(megabytes: int = 100, steps: int = 12) -> Mapping[str, Row]:
                     rows.append(Row(*((b - a) / few for a, b in zip(some, more, strict=True))))
                 expected = torch.linspace(-1.0, 1.0, megabytes * 250_000) * 0.95 ** (4 * (4 + few))
                 torch.testing.assert_close(w.value(), expected, rtol=1e-4, atol=1e-6)
-                print(f"{name}: {connected.status().facts[-2]}")
+                print(f"{name}: {connected.status().details[-2]}")
             found[name] = Row(*map(statistics.median, zip(*rows, strict=True)))
     return found
 

@@ -338,3 +338,20 @@ def test_more_spare_tasks_than_there_are(connect, backup, text):
     with pytest.raises(InvalidArgument, match=text):
         tfnb.fit(c.train, {c.x: ROWS}, steps=4, batch_size=4, backup=backup)
     assert cluster.step == 0
+
+
+@pytest.mark.parametrize(("tasks", "mode"), [(1, "async"), (2, "async"), (2, "sync")])
+def test_the_card_tells_the_steps_of_each_task_and_how_old_its_gradients_are(connect, problem, tasks, mode):
+    p, cluster = problem(), connect(tasks)
+    list(cluster.train(p.program, p.batches(60), mode=mode))
+    totals = [member.pace.totals for member in cluster._engine.tasks]
+    assert all(each.steps > 0 and each.computed > 0 for each in totals)
+    assert sum(each.steps for each in totals) == 60 * (tasks if mode == "sync" else 1)
+    sent = sum(each.sent for each in totals)
+    assert sent == (60 * len(cluster._engine.shards) if mode == "async" else 0)
+    assert (sum(each.overtaken for each in totals) > 0) == (tasks == 2 and mode == "async")
+    status = cluster.status()
+    for row, each in zip(status.rows, totals, strict=False):
+        assert f"{each.steps} step" in row.work and row.work in status.live_html() and row.work in str(status)
+    assert "<details>" in status._repr_html_() and "<details>" not in status.live_html()
+    assert "epoch" not in status.live_html() and "lanes" not in status.live_html()

@@ -180,7 +180,8 @@ def test_what_the_status_says(four):
     text, page = str(four.status()), four.status()._repr_html_()
     for fact in (
         "parameter servers: 2, 4 shards",
-        "shards 0 and 2; 2 variables, 3.2 kB",
+        "holds 2 variables, 3.2 kB",
+        "shards 0 and 2",
         "shards 1 and 3",
         "versions 6, 6",
     ):

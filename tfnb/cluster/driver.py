@@ -219,6 +219,9 @@ class Cluster:
             ("scheduler", f"{address} ({encryption}, {self._route})"),
             ("compute tasks", str(len(self.tasks))), ("parameter servers", f"{len(self.servers)}{shards}"),
             ("variables on servers", str(len(self._variables.held))), ("step", str(engine.step)),
+            *([("speed", f"{rate:.1f} steps a second")] if (rate := self._overview.rate) else []),
+        )  # fmt: skip
+        details = (
             ("local values are of step", str(self.pulled_step)),
             *([("copy for a recovery", str(copy))] if (copy := self._variables.safety.newest) else []),
             ("epoch", str(engine.epoch)),
@@ -233,7 +236,7 @@ class Cluster:
         if dead and not engine.lost:
             notes += (f"{dead} of {len(engine.places)} compute tasks are lost; the others go on",)
         notes += tuple(engine.lines)[-SHOWN:]
-        return Status(f"Dask cluster, {state}", facts, self._overview.rows(), notes)
+        return Status(f"Dask cluster, {state}", facts, self._overview.rows(), notes, details)
 
     def follow(self, tell: Callable[[Status], object]) -> None:
         """Call ``tell`` with the status twice a second in another thread, and a last time when the cluster is closed or

@@ -12,6 +12,7 @@ import torch
 from distributed.comm.addressing import get_address_host
 
 from tfnb.cluster.engine.holders import Process
+from tfnb.cluster.engine.pace import Pace
 from tfnb.cluster.wire.messages import GIVEN_UP, SILENCE, Peer
 from tfnb.state.batch_order import RowOrder
 from tfnb.state.chunks import ChunkedArray
@@ -37,6 +38,7 @@ class Member:
     is_charged: bool = False  # a restart of the budget was taken for it
     copied: int = 0  # bytes of copies of other processes' shards that it holds
     late: int = 0  # steps that it computed in vain: others were first
+    pace: Pace = field(default_factory=Pace)
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=32))  # that it computed for a step, lately
 
     @property

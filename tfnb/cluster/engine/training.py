@@ -565,6 +565,7 @@ class Training:
         loop.latest = answer.meta.get("latest")
         member, late = self.engine.tasks[task], int(answer.meta["late"])
         member.late, loop.late = member.late + late - loop.late, late
+        member.pace.hear(loop.name, loop.seen, answer.meta, time.monotonic())
         if answer.meta["seconds"]:
             member.seconds.append(float(answer.meta["seconds"]))
 

@@ -1,4 +1,7 @@
-"""The status of a cluster, as text and as HTML with the same facts. Strings only; every name is data and is escaped."""
+"""The status of a cluster, as text and as HTML with the same facts. Strings only; every name is data and is escaped.
+
+The card says in plain words what runs where and how fast; addresses, memory and words of the inside open below it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfnb.escaping import xml
+
+_TABLE = "margin:.4em 0;color:inherit;font:inherit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,33 +21,52 @@ class CardRow:
     address: str
     state: str
     detail: str
+    work: str = ""  # steps, rate and waiting of a task in a training; contents of a server
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The result of `Cluster.status`; prints as text and shows as a card."""
+    """The result of `Cluster.status`; prints as text and shows as a card.
+
+    ``details``: facts on how the cluster works inside.
+    """
 
     title: str
     facts: tuple[tuple[str, str], ...]
     rows: tuple[CardRow, ...]
     notes: tuple[str, ...] = ()
+    details: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        lines = [self.title, *(f"  {name}: {value}" for name, value in self.facts)]
-        lines += [f"  {row.name:8} {row.state:6} {row.address:26} {row.detail}".rstrip() for row in self.rows]
+        lines = [self.title, *(f"  {name}: {value}" for name, value in (*self.facts, *self.details))]
+        for row in self.rows:
+            said = "; ".join(filter(None, (row.work, row.detail)))
+            lines.append(f"  {row.name:8} {row.state:6} {row.address:26} {said}".rstrip())
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        facts = "".join(f"<div><b>{xml(n)}</b>: {xml(v)}</div>" for n, v in self.facts)
-        rows = "".join(_html_row((row.name, row.state, row.address, row.detail)) for row in self.rows)
+        rows = "".join(_html_row((row.name, row.address, row.detail)) for row in self.rows)
+        table = f'<div style="overflow-x:auto"><table style="{_TABLE}">{rows}</table></div>'
+        return self._card(f"<details><summary>details</summary>{_html_facts(self.details)}{table}</details>")
+
+    def live_html(self) -> str:
+        """The card without the details, which would close whenever it is renewed."""
+        return self._card('<div style="opacity:.7">%tfcluster shows addresses, memory and more</div>')
+
+    def _card(self, below: str) -> str:
+        rows = "".join(_html_row((row.name, row.state, row.work)) for row in self.rows)
         notes = "".join(f'<div style="color:#b45309">note: {xml(note)}</div>' for note in self.notes)
         return (
             '<div style="border:1px solid #8888;border-radius:6px;padding:.6em 1em;max-width:60em">'
-            f'<div style="font-weight:bold;margin-bottom:.3em">{xml(self.title)}</div>{facts}'
-            f'<table style="margin:.4em 0">{rows}</table>{notes}</div>'
+            f'<div style="font-weight:bold;margin-bottom:.3em">{xml(self.title)}</div>{_html_facts(self.facts)}'
+            f'<table style="{_TABLE}">{rows}</table>{notes}{below}</div>'
         )
+
+
+def _html_facts(facts: Sequence[tuple[str, str]]) -> str:
+    return "".join(f"<div><b>{xml(name)}</b>: {xml(value)}</div>" for name, value in facts)
 
 
 def _html_row(cells: Sequence[str]) -> str:

@@ -34,6 +34,8 @@ class Overview:
         self._codes: Mapping[str, str] = {}  # which code tasks run, by their names
         self._moved: tuple[float, Counter[str]] = (time.monotonic(), Counter())
         self._rates: Mapping[str, float] = {}
+        self._stepped: tuple[float, int] = (time.monotonic(), engine.step)
+        self.rate = 0.0  # steps a second
 
     async def ask(self) -> None:
         """Poll all members; a member that does not answer in time keeps its former statistics."""
@@ -42,6 +44,8 @@ class Overview:
         self._stats, self._codes = await asyncio.gather(self._engine.stats(PATIENCE), self._engine.codes(PATIENCE))
         now, (before, then) = time.monotonic(), self._moved
         if now - before >= LEAST:
+            step, (since, first) = self._engine.step, self._stepped
+            self.rate, self._stepped = max(0, step - first) / (now - since), (now, step)
             moved = self._lanes()
             self._rates = {lane: max(0, moved[lane] - then[lane]) / (now - before) for lane in moved}
             self._moved = (now, moved)
@@ -49,6 +53,7 @@ class Overview:
     def forget(self) -> None:
         """Nobody answers any more."""
         self._stats, self._workers, self._rates, self._codes = {}, {}, {}, {}
+        self.rate = 0.0
 
     def _lanes(self) -> Counter[str]:
         """Bytes that the servers moved, by lane."""
@@ -70,8 +75,9 @@ class Overview:
     def _row(self, member: Member) -> CardRow:
         state = "alive" if member.is_there else "silent" if member.is_silent else "lost"
         threads = member.info.get("threads", 1)
-        parts = [f"for {member.silence:.0f} s, and waited for"] if member.is_silent else []
-        parts += [f"{threads} torch thread{'s' if threads != 1 else ''}", ", ".join(member.info.get("devices", ()))]
+        work = [f"for {member.silence:.0f} s, and waited for"] if member.is_silent else []
+        work.append(member.pace.words(time.monotonic()))
+        parts = [f"{threads} torch thread{'s' if threads != 1 else ''}", ", ".join(member.info.get("devices", ()))]
         if member.is_there and (worker := self._workers.get(member.peer.addr)):
             limit = f" of {size(worker['memory_limit'])}" if worker.get("memory_limit") else ""
             parts.append(f"memory {size(worker.get('metrics', {}).get('memory', 0))}{limit}")
@@ -80,14 +86,13 @@ class Overview:
             limit = f" of {size(budget)}" if budget else ""
             versions = ", ".join(str(stat["version"]) for stat in mine)
             parts += [in_words(member.shards)] if len(self._engine.shards) > len(self._engine.servers) else []
-            parts.append(
-                f"{sum(stat['variables'] for stat in mine)} variables, {size(held)}{limit}, "
-                f"version{'s' if len(mine) > 1 else ''} {versions}"
-            )
+            work.append(f"holds {sum(stat['variables'] for stat in mine)} variables, {size(held)}{limit}")
+            parts.append(f"version{'s' if len(mine) > 1 else ''} {versions}")
         if member.is_there and self._codes.get(member.name):
             parts.append(self._codes[member.name])
         if member.is_there and member.copied:
             parts.append(f"holds {size(member.copied)} of copies for a recovery")
         if member.late:
-            parts.append(f"{member.late} step{'s' if member.late != 1 else ''} too late to count")
-        return CardRow(member.name, member.peer.addr, state, "; ".join(part for part in parts if part))
+            work.append(f"{member.late} step{'s' if member.late != 1 else ''} too late to count")
+        details = "; ".join(part for part in parts if part)
+        return CardRow(member.name, member.peer.addr, state, details, ", ".join(filter(None, work)))

@@ -179,7 +179,7 @@ class Replica(TrainingLoop):
             try:
                 out = self._seen_late(given, index, share, before, averages, out, compute)
             finally:
-                self._seconds = time.monotonic() - begin
+                self._computed_for(time.monotonic() - begin)
                 if share.rows:
                     self._log.append(_AppliedPart(given.number, index, share.place, share.parts, share.rows, out))
             index += 1

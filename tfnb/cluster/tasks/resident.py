@@ -35,7 +35,10 @@ WHILE = 0.05  # seconds of steps for which the compute thread goes on by itself
 SPAN = 64  # steps whose watched values are stacked together
 GRACE = 0.25  # seconds that a call on a direct stream may take still when the loop is to end
 
-NO_LOOP = {"at": 0, "groups": [], "paused": True, "over": True, "failure": None, "seconds": 0.0, "late": 0}
+NO_LOOP = {
+    "at": 0, "groups": [], "paused": True, "over": True, "failure": None, "seconds": 0.0, "late": 0, "computed": 0.0,
+    "sent": 0, "overtaken": 0,
+}  # fmt: skip
 _keys = itertools.count(1 << 60)  # of loops among the calls of the compute thread; rounds lie below
 
 Out = list[torch.Tensor | None]
@@ -147,7 +150,9 @@ class TrainingLoop:
         self._stands = asyncio.Event()
         self._is_wanted, self._is_pause_wanted, self._has_stood = True, False, True
         self._failure: Failure | Refusal | None = None
-        self._seconds = 0.0  # that the last step computed
+        self._seconds = self._all_seconds = 0.0  # of computing the last step, and all of them
+        self._writes: dict[int, int] = {}  # shard -> its writes, as its last answer had them
+        self._sent = self._overtaken = 0  # pushes to a shard, and writes of others between the values and the push
         self._key = next(_keys)
         self._begun: _StepInProgress | None = None  # the step whose rows did not come by direct streams
         self._waits: asyncio.Future[None] | None = None  # for loops that are behind
@@ -245,7 +250,8 @@ class TrainingLoop:
             "late": self._late,
             "paused": self._stands.is_set(), "over": self._work.done(),
             "failure": None if self._failure is None else outcome_header(self._failure),
-            "seconds": self._seconds,
+            "seconds": self._seconds, "computed": self._all_seconds,
+            "sent": self._sent, "overtaken": self._overtaken,
         }, tensors)  # fmt: skip
 
     def _confirm(self, seen: int) -> None:
@@ -439,6 +445,11 @@ class TrainingLoop:
         rows = looked.rows(found) if len(found) == len(answers) else None
         return _StepInProgress((given.number, index), share, looked, rows)
 
+    def _computed_for(self, seconds: float) -> None:
+        """Note what a step's computing took."""
+        self._seconds = seconds
+        self._all_seconds += seconds
+
     def _computed(self, begun: _StepInProgress) -> _StepResult:
         """In the compute thread: the fetches, and the pushes to servers, all of them finite."""
         begin, share = time.monotonic(), begun.share
@@ -446,7 +457,7 @@ class TrainingLoop:
         if not share.rows:
             return _StepResult(share, [], [])
         out, pushes = self._program.run(share.feeds, values, share.run, self._host.name, begun.rows or ())
-        self._seconds = time.monotonic() - begin
+        self._computed_for(time.monotonic() - begin)
         return _StepResult(share, out, pushes, values if self._late_program is not None else {})
 
     def _with_late(self, given: PieceOrder, index: int, done: _StepResult, compute: Compute) -> _StepResult:
@@ -593,12 +604,24 @@ class TrainingLoop:
         for ask, answer in zip(left, await self._host.ask(left), strict=True):
             self._take(ask, answer)
 
+    def _count_writes(self, ask: Ask, answer: Ok) -> None:
+        """Count the writes of others on a shard since its last answer, whose values the push was computed from."""
+        writes = answer.meta.get("version")
+        if writes is None:
+            return
+        before = self._writes.get(ask.shard)
+        self._writes[ask.shard] = int(writes)
+        if ask.method == "push" and before is not None:
+            self._sent += 1
+            self._overtaken += max(0, int(writes) - before - 1)
+
     def _take(self, ask: Ask, answer: Ok) -> None:
         """Keep the values in a server's answer, and its progress: round, place, lead, averages."""
         if "latest" in answer.meta:
             self._rounds[ask.shard] = int(answer.meta["latest"])
             if ask.shard == self._shards[0]:
                 self._counts, self._place = bool(answer.meta["counts"]), answer.meta.get("place")
+        self._count_writes(ask, answer)
         if "lead" in answer.meta:
             self._leads[ask.shard] = int(answer.meta["lead"])
         fresh = iter(answer.tensors)
