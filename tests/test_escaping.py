@@ -89,7 +89,7 @@ def paneled(text: str) -> str:
 
 def status(text: str) -> card.Status:
     """The status of a cluster of one member."""
-    row = card.CardRow(text, text, text, text, text)
+    row = card.CardRow(text, text, text, text, text, ((text, text),), text)
     return card.Status(text, ((text, text),), (row,), (text,), ((text, text),))
 
 
@@ -116,6 +116,9 @@ PRODUCERS: dict[str, Callable[[str], str]] = {
         curve.table([(text, text, "")]),
     ]),
     "tfnb.view.export": lambda text: "".join([view.graph_html(graph(text)), view.graph_svg(graph(text))]),
+    "tfnb.view.cluster_picture": lambda text: view.cluster_svg(
+        [card.CardRow(name, "", text, "", "", ((text, text),), text) for name in (text, "ps:0")]
+    ),
     "tfnb.view.reprs": lambda text: "".join([
         view.variable_html(Variable(torch.zeros(1), name=text)),
         view.checkpoint_html(saved(text)),

@@ -69,6 +69,7 @@ LATE = {
     ("tfnb/graph/graph.py", "tfnb.interop"): "`to_module`: the translation asks lowering",
     ("tfnb/graph/graph.py", "tfnb.passes"): "`why`: passes know where nodes are done",
     ("tfnb/graph/difference.py", "tfnb.view"): "a repr asks view",
+    ("tfnb/cluster/notebook/card.py", "tfnb.view"): "a repr asks view",
     ("tfnb/passes/flow/reasons.py", "tfnb.view"): "a repr asks view",
     ("tfnb/passes/pipeline.py", "tfnb.view"): "a repr asks view",
     ("tfnb/placement/stages.py", "tfnb.view"): "a repr asks view",

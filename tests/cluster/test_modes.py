@@ -354,4 +354,6 @@ def test_the_card_tells_the_steps_of_each_task_and_how_old_its_gradients_are(con
     for row, each in zip(status.rows, totals, strict=False):
         assert f"{each.steps} step" in row.work and row.work in status.live_html() and row.work in str(status)
     assert "<details>" in status._repr_html_() and "<details>" not in status.live_html()
+    held = {name for row in status.rows for name, _ in row.holds}
+    assert {"0.weight", "2.bias"} <= held and all(name in status.live_html() for name in held)
     assert "epoch" not in status.live_html() and "lanes" not in status.live_html()

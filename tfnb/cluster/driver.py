@@ -236,7 +236,7 @@ class Cluster:
         if dead and not engine.lost:
             notes += (f"{dead} of {len(engine.places)} compute tasks are lost; the others go on",)
         notes += tuple(engine.lines)[-SHOWN:]
-        return Status(f"Dask cluster, {state}", facts, self._overview.rows(), notes, details)
+        return Status(f"Dask cluster, {state}", facts, self._overview.rows(self._variables.held), notes, details)
 
     def follow(self, tell: Callable[[Status], object]) -> None:
         """Call ``tell`` with the status twice a second in another thread, and a last time when the cluster is closed or

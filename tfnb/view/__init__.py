@@ -1,5 +1,6 @@
 """Graph -> SVG, HTML, DOT and text, for reprs, files and widgets."""
 
+from tfnb.view.cluster_picture import cluster_svg
 from tfnb.view.drawing import Drawing
 from tfnb.view.export import (
     difference_html,
@@ -29,7 +30,8 @@ from tfnb.view.reprs import (
 )
 
 __all__ = [
-    "Drawing", "checkpoint_html", "difference_html", "graph_bundle", "graph_dot", "graph_graphml", "graph_html",
+    "Drawing", "checkpoint_html", "cluster_svg", "difference_html", "graph_bundle", "graph_dot", "graph_graphml",
+    "graph_html",
     "graph_networkx", "graph_png", "graph_svg", "operation_html", "parts_html", "passes_html", "queue_html",
     "session_html", "spec_html", "stages_html", "tensor_html", "text_tree", "timeline_of", "trace_html", "values_html",
     "variable_html",

@@ -22,6 +22,8 @@ class CardRow:
     state: str
     detail: str
     work: str = ""  # steps, rate and waiting of a task in a training; contents of a server
+    holds: tuple[tuple[str, str], ...] = ()  # Variables of a server with their sizes, the largest first
+    traffic: str = ""  # bytes a second of a server
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,14 @@ class Status:
         return self._card('<div style="opacity:.7">%tfcluster shows addresses, memory and more</div>')
 
     def _card(self, below: str) -> str:
+        from tfnb.view import cluster_svg  # listed exception: a repr asks view
+
         rows = "".join(_html_row((row.name, row.state, row.work)) for row in self.rows)
         notes = "".join(f'<div style="color:#b45309">note: {xml(note)}</div>' for note in self.notes)
         return (
             '<div style="border:1px solid #8888;border-radius:6px;padding:.6em 1em;max-width:60em">'
             f'<div style="font-weight:bold;margin-bottom:.3em">{xml(self.title)}</div>{_html_facts(self.facts)}'
-            f'<table style="{_TABLE}">{rows}</table>{notes}{below}</div>'
+            f'<table style="{_TABLE}">{rows}</table>{cluster_svg(self.rows)}{notes}{below}</div>'
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ from tfnb.cluster.engine.engine import Engine, in_words
 from tfnb.cluster.engine.members import Member
 from tfnb.cluster.members.deploy import identities
 from tfnb.cluster.notebook.card import CardRow, size
+from tfnb.cluster.notebook.holdings import Holdings
 
 PATIENCE = 2.0  # seconds that servers and scheduler have for their answers
 LEAST = 0.2  # seconds between two readings of which a rate is made
@@ -32,8 +33,9 @@ class Overview:
         self._stats: Mapping[int, Mapping[str, Any]] = {}  # of each shard
         self._workers: Mapping[str, Mapping[str, Any]] = {}  # by address
         self._codes: Mapping[str, str] = {}  # which code tasks run, by their names
-        self._moved: tuple[float, Counter[str]] = (time.monotonic(), Counter())
+        self._moved: tuple[float, Counter[tuple[str, str]]] = (time.monotonic(), Counter())  # by server and lane
         self._rates: Mapping[str, float] = {}
+        self._traffic: Mapping[str, float] = {}  # bytes a second of each server, by name
         self._stepped: tuple[float, int] = (time.monotonic(), engine.step)
         self.rate = 0.0  # steps a second
 
@@ -46,33 +48,39 @@ class Overview:
         if now - before >= LEAST:
             step, (since, first) = self._engine.step, self._stepped
             self.rate, self._stepped = max(0, step - first) / (now - since), (now, step)
-            moved = self._lanes()
-            self._rates = {lane: max(0, moved[lane] - then[lane]) / (now - before) for lane in moved}
+            moved = self._moves()
+            rates = {each: max(0, moved[each] - then[each]) / (now - before) for each in moved}
+            self._rates = _summed((lane, rate) for (_, lane), rate in rates.items())
+            self._traffic = _summed((server, rate) for (server, _), rate in rates.items())
             self._moved = (now, moved)
 
     def forget(self) -> None:
         """Nobody answers any more."""
         self._stats, self._workers, self._rates, self._codes = {}, {}, {}, {}
-        self.rate = 0.0
+        self._traffic, self.rate = {}, 0.0
 
-    def _lanes(self) -> Counter[str]:
-        """Bytes that the servers moved, by lane."""
-        found = Counter[str]()
+    def _moves(self) -> Counter[tuple[str, str]]:
+        """Bytes moved, by server and lane."""
+        found = Counter[tuple[str, str]]()
         for server in self._engine.servers:
             for stat in [self._stats[shard] for shard in server.shards if shard in self._stats][:1]:  # of the process
-                found.update(stat["moved"])
+                found.update({(server.name, lane): count for lane, count in stat["moved"].items()})
         return found
 
     def lanes(self) -> str:
         """``shared memory 1.2 GB (35.0 MB/s), sockets 20.0 MB (0 B/s)``."""
-        moved = self._lanes()
+        moved = Counter[str]()
+        for (_, lane), count in self._moves().items():
+            moved[lane] += count
         return ", ".join(f"{lane} {size(moved[lane])} ({size(self._rates.get(lane, 0))}/s)" for lane in sorted(moved))
 
-    def rows(self) -> tuple[CardRow, ...]:
-        """One for each task and server."""
-        return tuple(map(self._row, dict.fromkeys((*self._engine.places.values(), *self._engine.servers))))
+    def rows(self, held: Holdings) -> tuple[CardRow, ...]:
+        """One for each task and server, with the Variables that servers hold."""
+        contents = held.contents()
+        members = dict.fromkeys((*self._engine.places.values(), *self._engine.servers))
+        return tuple(self._row(member, contents) for member in members)
 
-    def _row(self, member: Member) -> CardRow:
+    def _row(self, member: Member, contents: Mapping[int, Mapping[str, int]]) -> CardRow:
         state = "alive" if member.is_there else "silent" if member.is_silent else "lost"
         threads = member.info.get("threads", 1)
         work = [f"for {member.silence:.0f} s, and waited for"] if member.is_silent else []
@@ -81,13 +89,13 @@ class Overview:
         if member.is_there and (worker := self._workers.get(member.peer.addr)):
             limit = f" of {size(worker['memory_limit'])}" if worker.get("memory_limit") else ""
             parts.append(f"memory {size(worker.get('metrics', {}).get('memory', 0))}{limit}")
-        if mine := [self._stats[shard] for shard in member.shards if shard in self._stats]:
-            budget, held = mine[0]["budget"], sum(stat["bytes"] for stat in mine)
+        if stats := [self._stats[shard] for shard in member.shards if shard in self._stats]:
+            budget, held = stats[0]["budget"], sum(stat["bytes"] for stat in stats)
             limit = f" of {size(budget)}" if budget else ""
-            versions = ", ".join(str(stat["version"]) for stat in mine)
+            versions = ", ".join(str(stat["version"]) for stat in stats)
             parts += [in_words(member.shards)] if len(self._engine.shards) > len(self._engine.servers) else []
-            work.append(f"holds {sum(stat['variables'] for stat in mine)} variables, {size(held)}{limit}")
-            parts.append(f"version{'s' if len(mine) > 1 else ''} {versions}")
+            work.append(f"holds {sum(stat['variables'] for stat in stats)} variables, {size(held)}{limit}")
+            parts.append(f"version{'s' if len(stats) > 1 else ''} {versions}")
         if member.is_there and self._codes.get(member.name):
             parts.append(self._codes[member.name])
         if member.is_there and member.copied:
@@ -95,4 +103,15 @@ class Overview:
         if member.late:
             work.append(f"{member.late} step{'s' if member.late != 1 else ''} too late to count")
         details = "; ".join(part for part in parts if part)
-        return CardRow(member.name, member.peer.addr, state, details, ", ".join(filter(None, work)))
+        mine = [each for shard in member.shards for each in contents.get(shard, {}).items()]
+        holds = tuple((name, size(count)) for name, count in sorted(mine, key=lambda each: -each[1]))
+        traffic = f"{size(self._traffic[member.name])}/s" if self._traffic.get(member.name) else ""
+        return CardRow(member.name, member.peer.addr, state, details, ", ".join(filter(None, work)), holds, traffic)
+
+
+def _summed(amounts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Sums by key."""
+    found: dict[str, float] = {}
+    for key, amount in amounts:
+        found[key] = found.get(key, 0.0) + amount
+    return found
