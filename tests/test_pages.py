@@ -22,7 +22,7 @@ EVERYWHERE = {"--out", "--graph", "--quiet", "--help"}
 def commands(page: str) -> list[tuple[str, str]]:
     """The magics that a page shows in back quotes or in blocks: name, and the rest of the line."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    found = re.findall(r"(?:`|^)%%?(tf\w+)([^`\n]*?)(?:`|  #.*$|$)", text, re.MULTILINE)
+    found = re.findall(r"(?:`|^)%%?(tf\w+)([^`\n]*?)(?:`|$)", text, re.MULTILINE)
     return [(name, rest.strip()) for name, rest in found]
 
 

@@ -2,7 +2,7 @@
 
 Rooms are imported inside their check, by name, since a broken installation is what is being looked for. The checks
 that load or start something run in two threads, the cluster's in one of its own, and share a deadline: a report comes
-in time also where an import hangs or an address does not answer. Nothing is repaired and nothing is left behind.
+in time also where an import hangs or an address does not answer. Nothing is repaired, and nothing is left running.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import importlib.metadata
 import math
 import os
 import platform
-import queue
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
@@ -124,7 +124,7 @@ class _Checks:
 
     def __init__(self, checks: list[Check], end: float, waits: Callable[[str], object]) -> None:
         self._checks, self._end, self._waits = checks, end, waits
-        self._done: queue.SimpleQueue[Finding] = queue.SimpleQueue()
+        self._found = {what: Future[Finding]() for what, _, _ in checks}
         threading.Thread(target=self._run, name="tfnb-doctor", daemon=True).start()
 
     def __iter__(self) -> Iterator[Finding]:
@@ -133,7 +133,7 @@ class _Checks:
 
     def _run(self) -> None:
         for what, _, check in self._checks:
-            self._done.put(_tried(what, check))
+            self._found[what].set_result(_tried(what, check))
 
     def _waited(self, what: str, activity: str) -> Finding:
         """The finding of a check, or that there is none in time."""
@@ -141,8 +141,8 @@ class _Checks:
         while True:
             left = self._end - time.monotonic()
             try:
-                return self._done.get(timeout=max(0.0, min(pause, left)))
-            except queue.Empty:
+                return self._found[what].result(timeout=max(0.0, min(pause, left)))
+            except TimeoutError:
                 if left <= pause:
                     return Finding(what, f"no answer in time: {activity}; {LONGER}", "?")
             self._waits(f"{what}: {activity}, {left - pause:.0f} s are left")

@@ -140,13 +140,13 @@ class Holdings:
                 found[piece.shard] += nbytes(variable, piece.rows)
         return found
 
-    def contents(self) -> dict[int, dict[str, int]]:
+    def contents(self) -> dict[int, list[tuple[str, int]]]:
         """Names of Variables with their bytes, by shard; of a Variable in pieces the rows stand behind its name."""
-        found: dict[int, dict[str, int]] = {}
+        found: dict[int, list[tuple[str, int]]] = {}
         for variable in self.variables:
             for piece in self.homes.get(variable.key, ()):
                 name = variable.name + (f"[{piece.rows[0]}:{piece.rows[1]}]" if piece.rows else "")
-                found.setdefault(piece.shard, {})[name] = nbytes(variable, piece.rows)
+                found.setdefault(piece.shard, []).append((name, nbytes(variable, piece.rows)))
         return found
 
     def clear(self) -> None:

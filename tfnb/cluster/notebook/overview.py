@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ from tfnb.cluster.notebook.holdings import Holdings
 
 PATIENCE = 2.0  # seconds that servers and scheduler have for their answers
 LEAST = 0.2  # seconds between two readings of which a rate is made
+MOST = 5.0  # seconds after which a rate would say nothing about now
 
 
 class Overview:
@@ -52,6 +53,8 @@ class Overview:
             rates = {each: max(0, moved[each] - then[each]) / (now - before) for each in moved}
             self._rates = _summed((lane, rate) for (_, lane), rate in rates.items())
             self._traffic = _summed((server, rate) for (server, _), rate in rates.items())
+            if now - before > MOST:
+                self.rate, self._traffic = 0.0, {}
             self._moved = (now, moved)
 
     def forget(self) -> None:
@@ -80,7 +83,7 @@ class Overview:
         members = dict.fromkeys((*self._engine.places.values(), *self._engine.servers))
         return tuple(self._row(member, contents) for member in members)
 
-    def _row(self, member: Member, contents: Mapping[int, Mapping[str, int]]) -> CardRow:
+    def _row(self, member: Member, contents: Mapping[int, Sequence[tuple[str, int]]]) -> CardRow:
         state = "alive" if member.is_there else "silent" if member.is_silent else "lost"
         threads = member.info.get("threads", 1)
         work = [f"for {member.silence:.0f} s, and waited for"] if member.is_silent else []
@@ -103,7 +106,7 @@ class Overview:
         if member.late:
             work.append(f"{member.late} step{'s' if member.late != 1 else ''} too late to count")
         details = "; ".join(part for part in parts if part)
-        mine = [each for shard in member.shards for each in contents.get(shard, {}).items()]
+        mine = [each for shard in member.shards for each in contents.get(shard, ())]
         holds = tuple((name, size(count)) for name, count in sorted(mine, key=lambda each: -each[1]))
         traffic = f"{size(self._traffic[member.name])}/s" if self._traffic.get(member.name) else ""
         return CardRow(member.name, member.peer.addr, state, details, ", ".join(filter(None, work)), holds, traffic)
