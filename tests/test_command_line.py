@@ -115,10 +115,11 @@ def silent():
         yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_doctor_answers_while_a_cluster_does_not(silent):
+def test_doctor_answers_while_a_cluster_does_not(silent, monkeypatch):
+    monkeypatch.setattr(sys.modules["tfnb.doctor"], "_here", list)  # what else it looks at may take longer here
     said = []
     *others, cluster = findings(silent, seconds=4, waits=said.append)
-    assert all(finding.state in ("ok", "-") for finding in others), others
+    assert len(others) > 10 and all(finding.state in ("ok", "-") for finding in others), others
     assert cluster.what == "cluster" and cluster.state in ("FAILS", "?") and silent in cluster.found
     assert said and all(silent in line and "s are left" in line for line in said)
 
