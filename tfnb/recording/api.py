@@ -60,7 +60,7 @@ def placeholder(
 
 
 def _sample(
-    sample: Any, dtype: torch.dtype | None, device: torch.device | str | None, recorder: Recorder
+    sample: object, dtype: torch.dtype | None, device: torch.device | str | None, recorder: Recorder
 ) -> torch.Tensor:
     if isinstance(sample, Variable):
         sample = sample.value()

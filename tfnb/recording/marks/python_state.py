@@ -28,6 +28,7 @@ from tfnb.graph.current import is_recorded
 from tfnb.graph.graph import new_id
 from tfnb.recording.marks.attribute_reads import attribute_reads
 from tfnb.recording.marks.block_names import NameRead, Namespace, enclosed_set, globals_read
+from tfnb.recording.marks.open_block import OpenBlock
 from tfnb.recording.marks.settings import FEW, MISSING, Picture, at_path, picture
 from tfnb.recording.marks.user_code import is_foreign
 
@@ -130,7 +131,7 @@ def _told(name: str, old: Any, new: Any) -> str:
     return "is another one now"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     return text if len(text) < 60 else f"{text[:57]}..."
 
@@ -493,7 +494,9 @@ class _State(NamedTuple):
 class PythonReads:
     """Python state read by one block, collected while the block is recorded."""
 
-    def __init__(self, recording: Any, reads: Sequence[NameRead] = (), namespace: Namespace | None = None) -> None:
+    def __init__(
+        self, recording: OpenBlock, reads: Sequence[NameRead] = (), namespace: Namespace | None = None
+    ) -> None:
         self._rec, self._namespace = recording, namespace
         self._entered: dict[int, _ModuleVisit] = {}
         self._open: list[tuple[_ModuleVisit, int, int]] = []  # with the first id, and how many nodes there were
@@ -523,7 +526,7 @@ class PythonReads:
                 self._globals[id(table), read] = namespace, namespace.at(read)
                 self._states.append(_State.of(read, namespace, is_global=True))
 
-    def _of_method(self, read: NameRead, value: Any) -> Iterator[NameRead]:
+    def _of_method(self, read: NameRead, value: object) -> Iterator[NameRead]:
         """The attributes of an object that a method of the program reads, which the block names or calls."""
         name = read.attribute or "__call__"
         kind = type(value)
@@ -690,7 +693,7 @@ class PythonReads:
             return _is_other(state.picture, _picture(now))
         return self._is_carried(state.before, now)
 
-    def _are_carried(self, items: Mapping[Any, Any], now: Any) -> bool:
+    def _are_carried(self, items: Mapping[Any, Any], now: object) -> bool:
         """Whether a list, dict or set, of which ``items`` is a copy, holds something else for the next call."""
         is_grown = isinstance(now, set | Counter) and len(now) != len(items)  # an absent item is an answer there
         return is_grown or any(self._is_carried(items.get(key, MISSING), item) for key, item in _items(now).items())
@@ -732,7 +735,7 @@ class PythonReads:
             return False
 
 
-def _picture(value: Any) -> Picture | None:
+def _picture(value: object) -> Picture | None:
     """The picture of a value that calls may change in place; of a function, what it keeps itself from call to call."""
     if not isinstance(value, FunctionType):
         return picture(value)
@@ -803,7 +806,7 @@ def _has_any(module: torch.nn.Module, used: Collection[int]) -> bool:
     return any(id(each) in used for each in module.modules())
 
 
-def _is_setting(name: str, value: Any, copies: Mapping[str, dict[Any, Any]]) -> bool:
+def _is_setting(name: str, value: object, copies: Mapping[str, dict[Any, Any]]) -> bool:
     """Whether an attribute is a short list, dict or set of plain values, which the block left as it was."""
     if name in _MODULE or name not in copies or not value:
         return False
@@ -811,5 +814,5 @@ def _is_setting(name: str, value: Any, copies: Mapping[str, dict[Any, Any]]) -> 
     return all(map(_is_plain, value if isinstance(value, set) else items.values())) and items == copies[name]
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN or (type(value) is tuple and len(value) < FEW and all(map(_is_plain, value)))
