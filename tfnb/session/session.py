@@ -15,7 +15,7 @@ from functools import partial
 from inspect import signature
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -65,6 +65,9 @@ from tfnb.state.queues import TensorQueue
 from tfnb.state.run_numbers import RunNumbers, runs_of
 from tfnb.state.step_groups import StepGroup
 from tfnb.state.waits import check_timeout
+
+if TYPE_CHECKING:
+    from tfnb.cluster.driver import Cluster
 
 _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("step", "cluster"): "a step in parts runs here only: close the cluster, or run the fetches together",
@@ -136,7 +139,7 @@ class Session:
     """
 
     def __init__(
-        self, graph: Graph | str | None = None, *, cluster: Any = None, compile: str = "auto",
+        self, graph: Graph | str | None = None, *, cluster: Cluster | None = None, compile: str = "auto",
         executor: str = "auto", layout: str | None = None, memory_budget: int | str | None = None,
     ) -> None:  # fmt: skip
         self._mode, self._once = tiers.mode(compile), LAYOUTS[chosen_layout(layout)]
@@ -568,7 +571,7 @@ class Session:
         self._ensure_together("memory_budget", code)
         return code
 
-    def _packs(self, step: StepGraph, *, old: Any) -> PackCode:
+    def _packs(self, step: StepGraph, *, old: object) -> PackCode:
         """The code of a step in packs and microbatches, within the memory budget."""
         assert self.memory_budget is not None
         return old if isinstance(old, PackCode) and same_step(old.step, step) else PackCode(step, self.memory_budget)

@@ -301,7 +301,7 @@ class Planner:
             self.edges.setdefault(port, []).append((step, -1))
         return step
 
-    def _preset(self, step: Step, value: Any) -> None:
+    def _preset(self, step: Step, value: object) -> None:
         """A last argument of the step's call that is always the same."""
         step.frame.slots.append(value)
         step.stop += 1
