@@ -122,7 +122,8 @@ class Series:
 class Watch:
     """The values of one graph followed by `watch`. Shown as a table of curves and histograms, or as text.
 
-    ``courses`` has what was seen, by name; ``steps`` counts the runs of the graph since.
+    ``courses`` has what was seen, by name; ``steps`` counts the runs of the graph since. Raises NotFound, with near
+    names, for a name that the graph lacks, InvalidArgument for more than 32 matches.
     """
 
     def __init__(
@@ -284,7 +285,8 @@ def watch(
     that has all values, too.
 
     In a notebook the picture appears at once and is renewed in place (show). Another call for the graph ends the one
-    before; without arguments it gives that. Raises NotFound, with near names, for what is not in the graph.
+    before; without arguments it gives that. Raises NotFound, with near names, for what is not in the graph. Raises
+    InvalidArgument for ``every`` below 1, and for anything else than a tensor, Variable or name.
 
     >>> import tfnb
     >>> with tfnb.record("watched"):

@@ -29,7 +29,7 @@ def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
     given them. Outside a recording it is a torch.autograd.Function.
 
     Raises InvalidArgument when fn does not return a pair or grad_fn a wrong number of entries, ShapeError for an entry
-    of a wrong shape.
+    of a wrong shape. In a recording it raises Unsupported if ``fn`` writes into an argument.
 
     >>> import torch, tfnb
     >>> @tfnb.custom_gradient

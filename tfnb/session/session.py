@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -128,6 +127,9 @@ class Session:
     RAM, and none is saved. What loops keep for
     their gradients takes what is left of it; the rest of that is computed again, or moves out and comes back, whichever
     costs less as predicted (see ``swap_memory`` of `while_loop`).
+
+    Raises InvalidArgument for an unknown ``compile``, ``executor`` or ``layout``, and for a budget that is no number of
+    bytes.
 
     >>> import tfnb
     >>> with tfnb.record() as g:
@@ -245,7 +247,7 @@ class Session:
 
         The result has the structure of ``fetches``. check: as of `run`. microbatches: so many consecutive ranges of the
         rows of a batch are done one after the other, and update once (see `tfnb.fit`); fetches are then operations, and
-        numbers that are means over rows.
+        numbers that are means over rows. A call with another number of values raises InvalidArgument.
         """
         feeds = tuple(feeds)
         if IndexedSlices in map(type, feeds):
@@ -331,7 +333,8 @@ class Session:
 
         fetches: what will be fetched, each once; feeds: what will be fed, each once. What a later fetch shares with an
         earlier one is computed once. Variables are written when everything was fetched, and not at all if the block is
-        left before.
+        left before. Raises InvalidArgument for a Variable among ``fetches``, whose read is to be recorded;
+        Unimplemented with a cluster, queues, a memory budget, a print or a breakpoint.
 
         >>> import tfnb
         >>> with tfnb.record() as g:
@@ -371,7 +374,7 @@ class Session:
         begin: steps over these arrays that were taken before. by_pass: tasks stand still after each pass over the
         arrays; after other values, where there is a None among them. An empty group then says that they do, until the
         next group is asked for. division: of each step into microbatches. mode, check, options: as `run` and
-        `Cluster.train` have them.
+        `Cluster.train` have them. Raises InvalidArgument for an unknown ``check``.
         """
         cluster = self.cluster
         if isinstance(data, tuple):
@@ -725,8 +728,12 @@ def limit(graph: Graph, memory_budget: int | str | None) -> Session:
     return session
 
 
-def run(fetches: Fetches, feed_dict: Mapping[Any, Any] | None = None, **options: Any) -> Any:
-    """`Session.run` on the default session of the fetches' graph, with its options.
+def run(
+    fetches: Fetches, feed_dict: Mapping[Any, Any] | None = None, *, timeout: float | None = None,
+    trace: bool | Literal["kernels", "health"] = False, check: Literal["nan"] | None = None,
+    isolation: Literal["snapshot"] | None = None,
+) -> Any:  # fmt: skip
+    """`Session.run` on the default session of the fetches' graph, with its options. Raises errors as that does.
 
     >>> import tfnb
     >>> with tfnb.record():
@@ -736,7 +743,5 @@ def run(fetches: Fetches, feed_dict: Mapping[Any, Any] | None = None, **options:
     tensor(10.)
     """
     __tracebackhide__ = True
-    return default_session(graph_of(fetches)).run(fetches, feed_dict, **options)
-
-
-run.__signature__ = signature(Session.run.__get__(object()))  # type: ignore[attr-defined]  # completion asks for it
+    session = default_session(graph_of(fetches))
+    return session.run(fetches, feed_dict, timeout=timeout, trace=trace, check=check, isolation=isolation)

@@ -213,7 +213,8 @@ class RandomShuffleQueue(TensorQueue):
 class PaddingFIFOQueue(TensorQueue):
     """A `FIFOQueue` whose batches may be of elements of several sizes: axes that are None in a shape vary.
 
-    In a batch each element is filled up with zeros to the longest one.
+    In a batch each element is filled up with zeros to the longest one. Raises InvalidArgument without a shape for each
+    dtype.
 
     >>> import torch
     >>> queue = PaddingFIFOQueue(10, torch.int64, (None,), name="lines")
