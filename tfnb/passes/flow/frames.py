@@ -209,7 +209,7 @@ class _FlowLowering:
         self, outer: _ScopeLowering, node: Node, part: str, given: Sequence[Port], *, frame: int, pivot: Port,
         free: Iterable[Port] = (), run: Port | None = None, tokens: Mapping[Any, Port] | None = None,
     ) -> _ScopeLowering:  # fmt: skip
-        """Lower the scope of a subgraph. given: its inputs; free: those live even if the scope does not run."""
+        """Lower the scope of a subgraph. given: ports of its inputs; free: ports alive without the scope."""
         subgraph: Subgraph = node.attrs[part]
         contents = subgraph.contents
         ports = dict(zip(subgraph.inputs, given, strict=True))

@@ -1,4 +1,4 @@
-"""The protocol of an open recording, as the marks below it use one; `tfnb.recording.values.recording` extends it."""
+"""The protocol of an open recording for the marks; `tfnb.recording.values.recording` extends the protocol."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Picture(NamedTuple):
 
     @property
     def is_shown(self) -> bool:
-        """Whether the value says more than that it is another one."""
+        """Whether a message can show the value: a number, a text or short items."""
         return self.kind in ("number", "text", "items")
 
 
@@ -112,7 +112,7 @@ def _of_array(value: Any) -> Picture | None:
 
 
 class _Behaviour(NamedTuple):
-    """Behaviour of a function of the program, whatever line it stands at: its code, defaults and enclosed settings."""
+    """Behaviour of a function of the program, without its line: code, defaults and enclosed settings."""
 
     code: _Code | None
     defaults: dict[Any, Picture | None]
