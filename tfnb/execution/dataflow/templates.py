@@ -345,7 +345,7 @@ class Planner:
         return step, outs
 
     def _node(self, number: int, op: Op, node: Node) -> tuple[Step, int]:
-        """The step of a queue operation, a guard, an update or an empty node, and the number of its outputs."""
+        """The step of a queue operation, guard, update or node without a kernel, and the number of its outputs."""
         if "queue" in node.attrs:
             step, outs = self._step(WAIT, op.frame, None, op.inputs, op.after), len(node.outputs) + 2
             step.number = number

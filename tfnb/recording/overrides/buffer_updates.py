@@ -21,7 +21,7 @@ def _batch_norm(
     w: torch.Tensor | None,
     b: torch.Tensor | None,
     mean: torch.Tensor | None,
-    var: torch.Tensor | None,
+    var: Any,
     training: bool,
     momentum: float,
     eps: float,
@@ -32,7 +32,7 @@ def _batch_norm(
         return NotImplemented  # torch takes what has no elements, its kernels do not
     if not training:
         return aten._native_batch_norm_legit_no_training(x, w, b, mean, var, momentum, eps)[0]
-    if mean is None or var is None:
+    if mean is None:
         return aten._native_batch_norm_legit.no_stats(x, w, b, True, momentum, eps)[0]
     count = batch_count(rec.scopes.module)
     momentum = momentum if count is None else 1.0
@@ -116,7 +116,7 @@ def _native_batch_norm(
 ) -> Any:
     if not training:
         return aten._native_batch_norm_legit_no_training(x, w, b, mean, var, momentum, eps)
-    if mean is None or var is None:
+    if mean is None:
         return aten._native_batch_norm_legit.no_stats(x, w, b, True, momentum, eps)
     *outs, new_mean, new_var = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, momentum, eps)
     rebind(rec, mean, new_mean)
