@@ -36,7 +36,8 @@ from tfnb.recording.subgraphs.loop_node import LoopRecorder
 
 
 def while_loop(
-    cond: Callable[..., Any], body: Callable[..., Any], init: object, *, maximum_iterations: Any = None,
+    cond: Callable[..., Any], body: Callable[..., Any], init: object, *,
+    maximum_iterations: int | torch.SymInt | torch.Tensor | None = None,
     parallel_iterations: int = 10, shape_invariants: object = None, back_prop: bool = True,
     recompute: bool = False, swap_memory: bool | None = None,
 ) -> Any:  # fmt: skip
@@ -203,9 +204,9 @@ def known_elements(recorder: Recorder, items: Iterable[Any], specs: Sequence[Spe
     return filled(items, specs, sizes)
 
 
-def _plain_while(cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: int | None) -> Any:
-    state, iterations, most = tree_map(_tensor, init), 0, None if most is None else int(_tensor(most))
-    while (most is None or iterations < most) and cond(*state):
+def _plain_while(cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: object) -> Any:
+    state, iterations, limit = tree_map(_tensor, init), 0, None if most is None else int(_tensor(most))
+    while (limit is None or iterations < limit) and cond(*state):
         found = body(*state)
         state, iterations = found if isinstance(found, (list, tuple)) else [found], iterations + 1
     return type(init)(state)

@@ -29,8 +29,8 @@ def _recorder(what: str) -> Recorder:
 
 
 def placeholder(
-    sample: Any = None, *, shape: Sequence[int | str | None] | None = None, dtype: torch.dtype | None = None,
-    device: Any = None, name: str | None = None,
+    sample: object = None, *, shape: Sequence[int | str | None] | None = None, dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None, name: str | None = None,
 ) -> Tensor:  # fmt: skip
     """A tensor that every run must feed.
 
@@ -47,7 +47,7 @@ def placeholder(
     recorder = _recorder("placeholder")
     if recorder.lazy and isinstance(sample, Tensor):  # made in this block: it has a shape and no values
         shape = shape or ((None, *sample.shape[1:]) if sample.dim() else ())
-        sample, dtype = None, dtype or sample.dtype
+        dtype, sample = dtype or sample.dtype, None
     with _disable_current_modes():
         plain = None if sample is None else _sample(sample, dtype, device, recorder)
         if plain is None and shape is None:

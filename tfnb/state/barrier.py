@@ -30,8 +30,8 @@ class Barrier(QueueHandle):
     """
 
     def __init__(
-        self, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any = None, *, name: str = "barrier",
-        container: str = "", shared_name: str | None = None,
+        self, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Sequence[Any] | None = None, *,
+        name: str = "barrier", container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         kinds = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
         given = [shapes] if isinstance(dtypes, torch.dtype) else list(shapes or ())

@@ -226,7 +226,7 @@ class PaddingFIFOQueue(TensorQueue):
     """
 
     def __init__(
-        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any, *,
+        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Sequence[Any], *,
         name: str = "padding_queue", container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         where: dict[str, Any] = {"container": container, "shared_name": shared_name}
