@@ -237,31 +237,11 @@ class Planner:
     def _region(self, members: Sequence[int], taken: Sequence[Port]) -> None:
         """The step that computes some nodes with generated code."""
         found = [self.flow.ops[number] for number in members]
-        first, ids = found[0], {node_of(op).id for op in found}
-        given: dict[Port, Node] = {}
-
-        def value(port: Port, spec: Spec) -> Value:
-            if port.op in members:
-                return node_of(self.flow.ops[port.op]).value(port.index)
-            if port not in given:
-                name = f"input_{len(given)}"
-                given[port] = Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(spec,))
-            return given[port].value()
-
-        nodes, after = [], []
-        for op in found:
-            node = node_of(op)
-            inputs = [value(p, self._spec(op, v)) for p, v in zip(op.inputs, node.inputs, strict=True)]
-            for spec, port in op.sizes:
-                value(port, spec)
-            after += [port for port in op.after if port.op not in members]
-            nodes.append(replace(node, inputs=tuple(inputs), control=tuple(i for i in node.control if i in ids)))
+        first = found[0]
         ends = [port for port in taken if self._is_end(port)]
         outs = [port for port in taken if port not in ends]
-        subgraph = Subgraph(
-            Contents((*given.values(), *distinct(nodes))), tuple(node.value() for node in given.values()),
-            tuple(node_of(self.flow.ops[port.op]).value(port.index) for port in outs),
-        )  # fmt: skip
+        subgraph, given = self._subgraph(members, outs)
+        after = [port for op in found for port in op.after if port.op not in members]
         outputs = [value for value in subgraph.outputs if value is not None]
         program = subprogram(subgraph, outputs, self.seed, once=_UNSTACKED if self.is_cut else ONCE)
         self.programs.append(program)
@@ -278,6 +258,32 @@ class Planner:
         step.phase = phase(schedule, is_backward=all(is_backward(node_of(op)) for op in found))
         self.makers.update({port: (step, index) for index, port in enumerate(outs)})
         self.makers.update({port: (step, len(outs)) for port in ends})
+
+    def _subgraph(self, members: Sequence[int], outs: Sequence[Port]) -> tuple[Subgraph, list[Port]]:
+        """The nodes of a region with these outputs, and the ports from outside that its inputs stand for."""
+        found = [self.flow.ops[number] for number in members]
+        ids = {node_of(op).id for op in found}
+        given: dict[Port, Node] = {}
+
+        def value(port: Port, spec: Spec) -> Value:
+            if port.op in members:
+                return node_of(self.flow.ops[port.op]).value(port.index)
+            if port not in given:
+                name = f"input_{len(given)}"
+                given[port] = Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(spec,))
+            return given[port].value()
+
+        nodes = []
+        for op in found:
+            node = node_of(op)
+            inputs = [value(p, self._spec(op, v)) for p, v in zip(op.inputs, node.inputs, strict=True)]
+            for spec, port in op.sizes:
+                value(port, spec)
+            nodes.append(replace(node, inputs=tuple(inputs), control=tuple(i for i in node.control if i in ids)))
+        return Subgraph(
+            Contents((*given.values(), *distinct(nodes))), tuple(node.value() for node in given.values()),
+            tuple(node_of(self.flow.ops[port.op]).value(port.index) for port in outs),
+        ), list(given)  # fmt: skip
 
     def _is_end(self, port: Port) -> bool:
         """Whether a port tells that a node is done, and has no value."""
