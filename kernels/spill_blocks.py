@@ -148,7 +148,7 @@ def emptied(rows: list[T]) -> list[T]:
     return found
 
 
-def _stream(device: torch.device, ready: Any) -> AbstractContextManager[None]:
+def _stream(device: torch.device, ready: object) -> AbstractContextManager[None]:
     """A separate stream ordered after ``ready``, awaited at the end."""
     return nullcontext() if device.type == "cpu" else _behind(device, ready)
 

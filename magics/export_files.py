@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from IPython.core.error import UsageError
 
@@ -19,7 +18,7 @@ _EXPORTS = {  # suffix -> a function of tfnb.view, and its options
 }
 
 
-def exported(graph: Any, file: str | None) -> Path:
+def exported(graph: tfnb.Graph, file: str | None) -> Path:
     """The file that was written; raises UsageError."""
     path = Path(file or f"{graph.name}.svg")
     if not path.parent.is_dir():

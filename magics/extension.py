@@ -68,7 +68,7 @@ def load(shell: InteractiveShell) -> None:
     Thread(target=_import_torch, name="tfnb-imports", daemon=True).start()
 
 
-def _user_code_ran(_result: Any = None) -> None:
+def _user_code_ran(_result: object = None) -> None:
     """Announce that a cell may have changed recorded Python state, if the recording room is loaded."""
     tell = getattr(sys.modules.get("tfnb.recording"), "user_code_ran", None)
     if tell is not None:
@@ -115,7 +115,7 @@ def _formatters(shell: InteractiveShell, magics: TfnbMagics, name: str) -> Itera
         yield shown.formatters["image/svg+xml"], magics.svg
 
 
-def _text(shown: Any, include: Any = None, exclude: Any = None) -> dict[str, str]:
+def _text(shown: object, include: object = None, exclude: object = None) -> dict[str, str]:
     return {"text/plain": repr(shown)}
 
 

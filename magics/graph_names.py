@@ -38,7 +38,7 @@ def graph_meant(names: Mapping[str, Any], graph: str | None, *words: str) -> Any
     raise UsageError(f"no graph has all of {', '.join(words)}: {places}")
 
 
-def fetch_meant(names: Mapping[str, Any], graph: Any, word: str) -> Any:
+def fetch_meant(names: Mapping[str, Any], graph: tfnb.Graph, word: str) -> Any:
     """The fetch named by a word: a name in the graph, else the recorded value of the notebook's variable."""
     held = names.get(word)
     return held if word not in graph and _is_recorded(held) and held.graph is graph else word
@@ -65,7 +65,7 @@ def _is_recorded(held: object) -> TypeGuard[Any]:
     return isinstance(held, tfnb.Tensor | tfnb.Operation)
 
 
-def _has(names: Mapping[str, Any], graph: Any, word: str) -> bool:
+def _has(names: Mapping[str, Any], graph: tfnb.Graph, word: str) -> bool:
     """Whether a graph contains the notebook variable's value, else a node or Variable of this name or pattern."""
     held = names.get(word)
     if _is_recorded(held) and held.graph is graph:

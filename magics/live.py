@@ -17,7 +17,7 @@ class LiveDrawing:
     After a traced run of the graph it shows that run: colours, sliders over iterations, sides, and a timeline.
     """
 
-    def __init__(self, graph: Any, cell: str | None, badges: Mapping[int, str] | None = None) -> None:
+    def __init__(self, graph: tfnb.Graph, cell: str | None, badges: Mapping[int, str] | None = None) -> None:
         self.graph, self.cell = graph, cell
         self.drawing = tfnb.view.Drawing(graph, cell=cell, badges=badges)
         self.shown = graph.attached.get("trace")  # a picture of now is of no earlier run
@@ -68,7 +68,7 @@ class Lives:
         self._serial = itertools.count()
 
     def make(
-        self, graph: Any, cell: str | None = None, owner: str = BY_TEXT, badges: Mapping[int, str] | None = None
+        self, graph: tfnb.Graph, cell: str | None = None, owner: str = BY_TEXT, badges: Mapping[int, str] | None = None
     ) -> LiveDrawing:
         """A live drawing; the owner's previous one, already removed by the front end, is closed."""
         key: object = next(self._serial) if owner.startswith(BY_TEXT) else (owner, graph.name)
@@ -88,7 +88,7 @@ def _is_trace(found: object) -> bool:
     return found is not None and isinstance(found, tfnb.execution.Trace)
 
 
-def fetched(graph: Any, name: str) -> dict[str, Any]:
+def fetched(graph: tfnb.Graph, name: str) -> dict[str, Any]:
     """The value of the node of this very name now: variables as they are, placeholders as they were while recording."""
     node = graph.contents.by_name.get(name) or graph[name]
     session = tfnb.session.default_session(graph)

@@ -247,7 +247,7 @@ class TfnbMagics(RunMagics):
             text = f"cells are no more recorded into graph {before}" if before else "no cells were recorded"
         self.watch.show({"text/plain": text})
 
-    def _remove_cell(self, graph: Any, cell: str) -> None:
+    def _remove_cell(self, graph: tfnb.Graph, cell: str) -> None:
         """Remove the nodes recorded by a cell."""
         owners = {node.owner.key for node in graph.nodes if node.source is not None and node.source.label == cell}
         if not owners:
@@ -292,7 +292,7 @@ class TfnbMagics(RunMagics):
         with tfnb.recording.record_cell(graph, owner=owner, label=label, filename=filename, namespace=names):
             yield
 
-    def _variables(self, graph: Any, patterns: list[str]) -> dict[str, Any]:
+    def _variables(self, graph: tfnb.Graph, patterns: list[str]) -> dict[str, Any]:
         """Variables whose label matches a pattern; without patterns the trainable ones."""
         labels = graph.contents.variables
         if not patterns and (trainable := {label: v for label, v in labels.items() if v.trainable}):
@@ -410,7 +410,7 @@ class TfnbMagics(RunMagics):
         found = before.diff(after)
         return self._out(options, TextLines(found) if options.text else found)
 
-    def _assigned(self, graph: Any, line: str, cell: str | None) -> dict[str, Any]:
+    def _assigned(self, graph: tfnb.Graph, line: str, cell: str | None) -> dict[str, Any]:
         """Run a body on a copy of the namespace; returns the values given to names of placeholders."""
         if cell is None:
             return {}
@@ -580,14 +580,14 @@ def _resource(text: str) -> tuple[str, float]:
         raise UsageError(f"--resource {text}: a name and an amount were expected, such as GPU=1") from None
 
 
-def _forget(graph: Any) -> None:
+def _forget(graph: tfnb.Graph) -> None:
     """Take a graph from the named ones."""
     if tfnb.graphs().get(graph.name) is not graph:
         raise UsageError(f"this graph {graph.name} is not among the named ones, which %tfgraph ls shows")
     tfnb.recording.forget(graph.name)
 
 
-def _clear(graph: Any, *, is_confirmed: bool) -> None:
+def _clear(graph: tfnb.Graph, *, is_confirmed: bool) -> None:
     """Drop all nodes of a graph."""
     if not is_confirmed:
         raise UsageError(f"clear drops the {len(graph.nodes)} nodes of graph {graph.name}; add --yes to do that")

@@ -53,7 +53,7 @@ class Change:
             yield f"{label} lost {_names(nodes)}: run it again, or %tfgraph refresh"
 
 
-def change(before: Any, graph: Any, owner: str) -> Change:
+def change(before: Any, graph: tfnb.Graph, owner: str) -> Change:
     """Between the contents of a graph before a cell of this owner ran, None where there was none, and now."""
     if before is None:
         return Change()
@@ -88,14 +88,14 @@ class Cells:
         self._recorded: dict[tuple[str, str], RecordedCell] = {}
         self._stale: dict[tuple[str, str], None] = {}
 
-    def ran(self, graph: Any, cell: RecordedCell, found: Change) -> None:
+    def ran(self, graph: tfnb.Graph, cell: RecordedCell, found: Change) -> None:
         """A cell was recorded."""
         key = graph.name, cell.owner
         self._recorded[key] = cell
         self._stale |= dict.fromkeys((graph.name, owner) for owner in found.lost)
         self._stale.pop(key, None)
 
-    def stale(self, graph: Any) -> list[RecordedCell]:
+    def stale(self, graph: tfnb.Graph) -> list[RecordedCell]:
         """The cells of a graph that lost nodes or read changed Python state, in the order of their first runs."""
         order = {owner: place for place, owner in enumerate(graph.owners)}
         changed = {(graph.name, owner) for owner in tfnb.recording.stale_owners(graph.attached)}

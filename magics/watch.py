@@ -66,7 +66,7 @@ class CellWatch:
             display(bundle, raw=True)
 
 
-def recorded_by(graph: Any) -> dict[str, Any]:
+def recorded_by(graph: tfnb.Graph) -> dict[str, Any]:
     """Name -> node, for nodes of cells identified by their text only."""
     nodes = graph.nodes if graph is not None else ()
     return {node.name: node for node in nodes if node.owner is not None and node.owner.key.startswith(BY_TEXT)}

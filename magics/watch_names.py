@@ -27,7 +27,7 @@ def expressions(words: Sequence[str], names: Mapping[str, Any]) -> Iterator[tupl
         yield text.removesuffix(":hist"), named if is_ours and not hist else text + hist
 
 
-def settle(_result: Any = None) -> None:
+def settle(_result: object = None) -> None:
     """After a cell: show the latest watched values."""
     if "tfnb.watching" in sys.modules:
         for graph in tfnb.graphs().values():

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import tfnb
+from tests import raises
 from tests.benchmarks import prose
 from tests.syntax import parsed
 
@@ -127,6 +128,25 @@ def test_public_functions_show_an_example() -> None:
     functions = {name: getattr(tfnb, name) for name in tfnb.__all__ if inspect.isfunction(getattr(tfnb, name))}
     bare = {name for name, function in functions.items() if ">>>" not in (function.__doc__ or "")}
     assert bare == {"connect", "doctor"}  # a cluster, and what is found on a machine
+
+
+# Public name -> errors that its code raises and its docstring leaves out, with the reason.
+UNSAID = {
+    "Cluster.batches": {"InvalidArgument"},  # the other end of `Session.train`, no user calls it
+    "MutableHashTable.remove": {"ResourceExhausted"},  # of `insert`, which shares the code: removing takes no room
+    "connect": {"Unimplemented"},  # of `name`, which it does not describe either
+}
+
+
+def test_public_names_say_which_errors_they_raise() -> None:
+    assert {name: set(errors) for name, errors in raises.undocumented().items()} == UNSAID
+
+
+def test_errors_of_a_callee_and_of_a_base_class_are_found() -> None:
+    assert "InvalidArgument" in raises.raised(tfnb.compare)  # itself
+    assert "ShapeError" in raises.raised(inspect.unwrap(tfnb.placeholder))  # by a function of its module
+    assert "NotFound" in raises.raised(tfnb.Snapshots.restore)  # by a method of its class
+    assert sum(1 for _ in raises.public()) > 300
 
 
 @pytest.mark.slow

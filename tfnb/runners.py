@@ -126,7 +126,8 @@ class QueueRunner:
     enqueue_ops: recorded enqueues, or a `tfnb.Source` whose elements are put; one for each thread, or one alone. A
     source has one element on its way: where runners of two queues share it, one that has room gets that element.
     session: that runs them, by default that of `tfnb.run`; its files keep what the queue holds and the positions of the
-    sources, of those of one name in several runners that of the last one.
+    sources, of those of one name in several runners that of the last one. Raises InvalidArgument for a ``queue`` that
+    is no queue of tensors, and unless there are ``enqueue_ops``, each an operation or a source.
 
     >>> import torch, tfnb
     >>> names, letters = (tfnb.FIFOQueue(5, torch.int64, (), name=name) for name in ("names", "letters"))

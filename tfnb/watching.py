@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from fnmatch import fnmatchcase
 from itertools import count
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -40,6 +40,16 @@ BINS = 30
 MOST = 32  # things that one watch follows
 HIST = ":hist"
 _UNSEEN = frozenset({"tfnb.read", "tfnb.assign", "tfnb.group", "tfnb.guard"})  # nodes that patterns leave out
+
+
+class ValueWriter(Protocol):
+    """Keeps watched values by name and step; `tfnb.summary.Writer` writes them to event files."""
+
+    def scalar(self, name: str, value: float, step: int) -> None:
+        """Keep one number."""
+
+    def histogram(self, name: str, values: torch.Tensor, step: int) -> None:
+        """Keep the distribution of a tensor's numbers."""
 
 
 class Histogram(NamedTuple):
@@ -112,11 +122,12 @@ class Series:
 class Watch:
     """The values of one graph followed by `watch`. Shown as a table of curves and histograms, or as text.
 
-    ``courses`` has what was seen, by name; ``steps`` counts the runs of the graph since.
+    ``courses`` has what was seen, by name; ``steps`` counts the runs of the graph since. Raises NotFound, with near
+    names, for a name that the graph lacks, InvalidArgument for more than 32 matches.
     """
 
     def __init__(
-        self, graph: Graph, names: Sequence[str], *, every: int | None, hist: bool, writer: Any = None
+        self, graph: Graph, names: Sequence[str], *, every: int | None, hist: bool, writer: ValueWriter | None = None
     ) -> None:  # fmt: skip
         self.graph, self.every, self.steps = graph, every, 0
         self._names, self._hist, self._writer = names, hist, writer
@@ -260,7 +271,7 @@ class Watch:
 
 def watch(
     *what: Fetches, every: int | None = None, hist: bool = False, graph: Graph | str | None = None,
-    writer: Any = None, show: bool = True,
+    writer: ValueWriter | None = None, show: bool = True,
 ) -> Watch:  # fmt: skip
     """Follow values during the runs of a graph, including those of `fit` and on a cluster; adds no node.
 
@@ -274,7 +285,8 @@ def watch(
     that has all values, too.
 
     In a notebook the picture appears at once and is renewed in place (show). Another call for the graph ends the one
-    before; without arguments it gives that. Raises NotFound, with near names, for what is not in the graph.
+    before; without arguments it gives that. Raises NotFound, with near names, for what is not in the graph. Raises
+    InvalidArgument for ``every`` below 1, and for anything else than a tensor, Variable or name.
 
     >>> import tfnb
     >>> with tfnb.record("watched"):

@@ -19,6 +19,7 @@ from distributed import Client
 import tfnb
 from tests.cluster.conftest import SOON, WORKERS, stop, until, worker_processes, workers
 from tests.cluster.test_cuts import Counters
+from tests.cluster.test_recovery import rated
 from tests.cluster.test_registry import entry
 from tfnb.cluster.engine.engine import Pins
 from tfnb.cluster.notebook.recovery_copies import RecoveryCopies
@@ -283,11 +284,7 @@ def test_without_restarts_the_values_left_are_the_holders(connect: Any) -> None:
 
 @pytest.mark.slow
 def test_what_was_assigned_since_the_copy_stays(connect: Any) -> None:
-    rate = tfnb.Variable(torch.tensor(1.0, dtype=torch.float64), name="rate", trainable=False)
-    weight = tfnb.Variable(torch.zeros(2, dtype=torch.float64), name="weight")
-    with tfnb.record("assigned_since"):
-        x = tfnb.placeholder(torch.ones(4), name="x")
-        train = weight.assign_add(rate * x.mean().double() * torch.ones(2, dtype=torch.float64))
+    rate, weight, x, train = rated("assigned_since")
     cluster = connect(1)
     striking = Strikes(cluster, lambda copy: copy is not None and assign(copy))
     striking.counters.train, striking.counters.x = train, x

@@ -311,13 +311,19 @@ def test_steps_of_run_beside_a_training_that_no_copy_has_seen_are_told(connect: 
     assert ("1 step of tfnb.run" in capsys.readouterr().out) == bool(gone)
 
 
-@pytest.mark.parametrize("which", ["rate", "weight"])
-def test_what_a_callback_assigns_outlives_a_server(connect: Any, which: str) -> None:
+def rated(name: str) -> tuple[tfnb.Variable, tfnb.Variable, torch.Tensor, torch.Tensor]:
+    """A rate of 1, a weight of two zeros, a feed, and the step that adds rate times the feed's mean to the weight."""
     rate = tfnb.Variable(torch.tensor(1.0, dtype=torch.float64), name="rate", trainable=False)
     weight = tfnb.Variable(torch.zeros(2, dtype=torch.float64), name="weight")
-    with tfnb.record("assigned"):
+    with tfnb.record(name):
         x = tfnb.placeholder(torch.ones(4), name="x")
         train = weight.assign_add(rate * x.mean().double() * torch.ones(2, dtype=torch.float64))
+    return rate, weight, x, train
+
+
+@pytest.mark.parametrize("which", ["rate", "weight"])
+def test_what_a_callback_assigns_outlives_a_server(connect: Any, which: str) -> None:
+    rate, weight, x, train = rated("assigned")
     cluster = connect(1)
     seen: list[float] = []
 

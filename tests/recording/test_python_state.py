@@ -802,11 +802,14 @@ def in_an_object(x: torch.Tensor) -> Any:
     return graph, y
 
 
-def in_a_called_object(x: torch.Tensor) -> Any:
-    state = Annealed()
+def in_a_callable(state: Callable[[], float], x: torch.Tensor) -> Any:
     with tfnb.record() as graph:
         y = tfnb.placeholder(x) * state()
     return graph, y
+
+
+def in_a_called_object(x: torch.Tensor) -> Any:
+    return in_a_callable(Annealed(), x)
 
 
 def in_a_method(x: torch.Tensor) -> Any:
@@ -817,10 +820,7 @@ def in_a_method(x: torch.Tensor) -> Any:
 
 
 def in_an_enclosed_number(x: torch.Tensor) -> Any:
-    state = enclosing()
-    with tfnb.record() as graph:
-        y = tfnb.placeholder(x) * state()
-    return graph, y
+    return in_a_callable(enclosing(), x)
 
 
 IN_PLACE = {

@@ -29,7 +29,7 @@ from tfnb.recording.subgraphs.recursive_calls import Unfinished
 from tfnb.recording.values.tensor import Base
 
 
-def cond(pred: object, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
+def cond(pred: object, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: object) -> Any:
     """``true_fn(*operands)`` where ``pred`` holds, else ``false_fn(*operands)``; decided in each run.
 
     pred: one truth value. Both functions are recorded; only the one that is taken runs. They return the same structure
@@ -66,7 +66,7 @@ class _Side:
 
 def _recorded(
     recorder: Recorder,
-    predicate: Any,
+    predicate: object,
     true_fn: Callable[..., Any],
     false_fn: Callable[..., Any],
     operands: Sequence[Any],

@@ -36,8 +36,9 @@ from tfnb.recording.subgraphs.loop_node import LoopRecorder
 
 
 def while_loop(
-    cond: Callable[..., Any], body: Callable[..., Any], init: object, *, maximum_iterations: Any = None,
-    parallel_iterations: int = 10, shape_invariants: Any = None, back_prop: bool = True,
+    cond: Callable[..., Any], body: Callable[..., Any], init: object, *,
+    maximum_iterations: int | torch.SymInt | torch.Tensor | None = None,
+    parallel_iterations: int = 10, shape_invariants: object = None, back_prop: bool = True,
     recompute: bool = False, swap_memory: bool | None = None,
 ) -> Any:  # fmt: skip
     """``init = body(*init)`` as long as ``cond(*init)`` holds; how often is decided in each run.
@@ -99,10 +100,10 @@ def _while(
     labels = names(body, init)
     loop = LoopRecorder(recorder, start, labels, specs=invariants(recorder, start, init, shape_invariants), **how)
 
-    def test(*carried: Any) -> list[Any]:
+    def test(*carried: object) -> list[Any]:
         return [truth(recorder, cond(*tree_unflatten(list(carried), form)), "the condition of while_loop")]
 
-    def iteration(*carried: Any) -> list[Any]:
+    def iteration(*carried: object) -> list[Any]:
         found = body(*tree_unflatten(list(carried), form))
         return _same_form(recorder, found, form, start, body, "while_loop")
 
@@ -136,7 +137,7 @@ def _in_pieces(
     init, form = list(init), type(init)
     most = _limit(recorder, most)
 
-    def goes_on(size: Any, iterations: Any, *state: Any) -> Any:
+    def goes_on(size: object, iterations: Any, *state: object) -> Any:
         found = truth(recorder, cond(*state), "the condition of while_loop")
         return found if most is None else found & (iterations < most)
 
@@ -203,15 +204,15 @@ def known_elements(recorder: Recorder, items: Iterable[Any], specs: Sequence[Spe
     return filled(items, specs, sizes)
 
 
-def _plain_while(cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: int | None) -> Any:
-    state, iterations, most = tree_map(_tensor, init), 0, None if most is None else int(_tensor(most))
-    while (most is None or iterations < most) and cond(*state):
+def _plain_while(cond: Callable[..., Any], body: Callable[..., Any], init: Any, most: object) -> Any:
+    state, iterations, limit = tree_map(_tensor, init), 0, None if most is None else int(_tensor(most))
+    while (limit is None or iterations < limit) and cond(*state):
         found = body(*state)
         state, iterations = found if isinstance(found, (list, tuple)) else [found], iterations + 1
     return type(init)(state)
 
 
-def _tensor(item: Any) -> Any:
+def _tensor(item: object) -> Any:
     if isinstance(item, Variable):
         return item.read()
     return item if isinstance(item, torch.Tensor) else tensor_of(item, None, "a loop")
@@ -240,7 +241,7 @@ def _same_form(
     return list(tensors(recorder, fitted, what))
 
 
-def _number(leaf: Any, like: Tensor) -> Any:
+def _number(leaf: object, like: Tensor) -> Any:
     """A Python number in the dtype of its loop variable if representable, as in ``tensor + number``."""
     if not isinstance(leaf, (bool, int, float, complex)):
         return leaf
@@ -273,7 +274,7 @@ def invariants(recorder: Recorder, start: Sequence[Tensor], init: Any, wanted: A
     return found
 
 
-def _is_shape(item: Any) -> bool:
+def _is_shape(item: object) -> bool:
     if isinstance(item, torch.Size) or item is None:
         return True
     return isinstance(item, (list, tuple)) and all(
@@ -377,7 +378,7 @@ def _scan(
     start = tensors(recorder, start_leaves, what)
     forms: list[TreeSpec] = []
 
-    def iteration(*given: Any) -> list[Any]:
+    def iteration(*given: object) -> list[Any]:
         carry, row = given[: len(start)], given[len(start) :]
         found = fn(tree_unflatten(list(carry), form), tree_unflatten(list(row), row_form))
         if not isinstance(found, tuple) or len(found) != 2:

@@ -21,11 +21,14 @@ from tfnb.graph import Variable
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.subgraphs.own_gradient import FILLS
 
+Seeds = torch.Tensor | Sequence[torch.Tensor | None] | None  # cotangents of the outputs; None: of scalars, ones
+
 _filling: ContextVar[bool] = ContextVar("filling", default=False)  # whether a `backward` is under way
 
 
 def tensor_backward(
-    state: AutogradState, tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
+    state: AutogradState, tensor: torch.Tensor, gradient: torch.Tensor | None = None, retain_graph: bool | None = None,
+    create_graph: bool = False,
     inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
     """``tensor.backward()``."""
@@ -35,10 +38,10 @@ def tensor_backward(
 def autograd_backward(
     state: AutogradState,
     tensors: torch.Tensor | Sequence[torch.Tensor],
-    grad_tensors: Any = None,
-    retain_graph: Any = None,
+    grad_tensors: Seeds = None,
+    retain_graph: bool | None = None,
     create_graph: bool = False,
-    grad_variables: Any = None,
+    grad_variables: Seeds = None,
     inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Add d sum(tensors * grads) / d leaf to the ``.grad`` of every leaf, or of ``inputs`` only.
@@ -77,12 +80,12 @@ def _under_way() -> Iterator[bool]:
         _filling.reset(token)
 
 
-def _reached(leaves: Any, found: Sequence[Any]) -> bool:
+def _reached(leaves: Sequence[tuple[Any, Any]], found: Sequence[object]) -> bool:
     return any(isinstance(holder, Variable) and dx is not None for (holder, _), dx in zip(leaves, found, strict=True))
 
 
 def autograd_grad(
-    state: AutogradState, outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None,
+    state: AutogradState, outputs: Any, inputs: Any, grad_outputs: Seeds = None, retain_graph: bool | None = None,
     create_graph: bool = False, only_inputs: bool = True, allow_unused: bool | None = None,
     is_grads_batched: bool = False, materialize_grads: bool = False,
 ) -> Any:  # fmt: skip
@@ -117,7 +120,7 @@ def autograd_grad(
 # -- arguments ------------------------------------------------------------------------------------------------------
 
 
-def _listed(items: Any) -> list[Any]:
+def _listed(items: torch.Tensor | Variable | dict[Any, Any] | Iterable[Any]) -> list[Any]:
     if isinstance(items, dict):
         return list(items.values())
     return [items] if isinstance(items, torch.Tensor | Variable) else list(items)
@@ -135,7 +138,7 @@ def _outputs(recorder: Recorder, tensors: torch.Tensor | Sequence[torch.Tensor])
     return ys
 
 
-def _seeds(recorder: Recorder, ys: Sequence[Tensor], grads: Any) -> list[Any]:
+def _seeds(recorder: Recorder, ys: Sequence[Tensor], grads: Seeds) -> list[Any]:
     seeds = [None] * len(ys) if grads is None else _listed(grads)
     if len(seeds) != len(ys):
         raise InvalidArgument(f"{len(seeds)} gradients were given for {len(ys)} outputs{recorder.tape.at()}")

@@ -22,6 +22,8 @@ from tfnb.recording.values.tape import FROZEN
 from tfnb.recording.values.variables import known
 from tfnb.recording.writes.in_place_calls import rebind
 
+Holder = torch.Tensor | Variable  # of a gradient
+
 
 class AutogradState:
     """The autograd state of the tensors of one recording, equivalent to torch's engine."""
@@ -35,14 +37,14 @@ class AutogradState:
 
     # -- gradients and their holders ----------------------------------------------------------------------------
 
-    def holder(self, tensor: Any) -> Any:
+    def holder(self, tensor: Holder) -> Holder:
         """The holder of a gradient: the Variable of a Parameter, else the tensor object."""
         if isinstance(tensor, Tensor | Variable):
             return tensor
         var = self.recorder.variable_of(tensor)
         return tensor if var is None else var  # a Variable has a length, which decides its truth
 
-    def grad(self, tensor: Any) -> torch.Tensor | None:
+    def grad(self, tensor: Holder) -> torch.Tensor | None:
         """The gradient so far of a Variable or tensor."""
         var = None if isinstance(tensor, Tensor | Variable) else known(tensor)
         holder = tensor if var is None else var
@@ -50,11 +52,11 @@ class AutogradState:
         self.recorder.carried.read(holder, found)
         return found
 
-    def held(self, holder: Any) -> torch.Tensor | None:
+    def held(self, holder: Holder) -> torch.Tensor | None:
         """The gradient so far of its holder."""
         return self._grads.get(holder)
 
-    def set_grad(self, tensor: Any, grad: torch.Tensor | None = None) -> None:
+    def set_grad(self, tensor: Holder, grad: torch.Tensor | None = None) -> None:
         """Replace the gradient; raises ShapeError or InvalidArgument for one that does not fit."""
         holder, at = self.holder(tensor), self.recorder.tape.at
         self.recorder.carried.clear(holder)
@@ -71,11 +73,11 @@ class AutogradState:
             raise InvalidArgument(f"a .grad of {grad.dtype} was assigned to a tensor of {holder.dtype}{at()}")
         self._grads[holder] = grad
 
-    def present(self, holder: Any) -> torch.Tensor | None:
+    def present(self, holder: Holder) -> torch.Tensor | None:
         """Whether a run has the gradient, which is zeros otherwise; None for one that each run has."""
         return self._present.get(holder)
 
-    def accumulate(self, holder: Any, grad: torch.Tensor, presence: Presence, *, keep_graph: bool) -> None:
+    def accumulate(self, holder: Holder, grad: torch.Tensor, presence: Presence, *, keep_graph: bool) -> None:
         """Add to the gradient as torch does: in place, unless the sum is to be differentiated again."""
         self.recorder.carried.fill(holder)
         before = self.held(holder)

@@ -42,7 +42,7 @@ class SizedPlan:
             )
         return "; ".join([text, *map(str, self.plan.loops)])
 
-    def forward(self, *args: Any) -> tuple[Any, ...]:
+    def forward(self, *args: object) -> tuple[Any, ...]:
         """Run the program's code; its loops share the memory left by the plan."""
         again = {found.node.id: found.held for found in self.plan.loops if found.fate == "is computed again"}
         with memory_budget.within(self.plan.left, self.spill, again) as found:

@@ -54,7 +54,7 @@ def _inside(program: Program) -> dict[int, Node]:
 
 
 def _asked(program: Program, node: Node) -> str:
-    """The line inside a called function at which a node was recorded, if known."""
+    """The line of a called function that recorded a node, if known."""
     at = workspace(program.whole).asked.get(node.id)
     return "" if at is None else f"\n  in {line_of(*at)}"
 

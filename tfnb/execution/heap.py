@@ -38,7 +38,7 @@ def settle() -> None:
 
 
 def set_limits() -> bool:
-    """Let this process keep freed blocks of up to 32 MiB, and 64 MiB at the end of a heap; returns whether it does.
+    """Let this process keep freed blocks of up to 32 MiB, and 64 MiB at the end of a heap; returns success.
 
     Larger ones lie on huge pages. What the environment says (``MALLOC_MMAP_THRESHOLD_``, ``THP_MEM_ALLOC_ENABLE``)
     stays.
@@ -50,10 +50,10 @@ def set_limits() -> bool:
 
 @contextmanager
 def returned() -> Iterator[None]:
-    """A block in which the memory of freed tensors goes back to the system at once, and the process holds no more.
+    """Give the memory of freed tensors back to the system at once, inside of the block.
 
-    Else blocks of up to 32 MiB leave holes in the heap: a step in packs of 60 MB held 172. New pages take their time: a
-    gigabyte in blocks that are written once 0.3 s. All threads; afterwards the heap keeps memory as `settle` says.
+    Otherwise blocks of up to 32 MiB leave holes in the heap: a step in packs of 60 MB held 172 MB. New pages take time:
+    a gigabyte in blocks that are written once 0.3 s. All threads; afterwards the heap keeps memory as `settle` says.
     """
     mallopt = _mallopt()
     if mallopt is None:

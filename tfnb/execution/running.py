@@ -119,7 +119,7 @@ class Running:
             raise Stop
 
     def _claim(self) -> None:
-        """End the computation. A stop sent earlier is still on its way to this thread, which waits for the exception.
+        """End the computation, or wait for the exception of a stop that was sent to this thread before.
 
         Python drops what it raises in a callback of the collector or a ``__del__``: what was sent and does not come
         within two turns is raised here.

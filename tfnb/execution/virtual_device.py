@@ -1,7 +1,7 @@
-"""A device of so many bytes on the CPU: tensors are copied to it and back, and what it holds is enforced.
+"""A device of a limited number of bytes on the CPU: tensors are copied in and out, and more bytes are an error.
 
-Outside of it a tensor lies in a `HostCopy`: in the memory of the process, where the device is virtual and saves none,
-or in a mapped file, so that the process holds no more than the device does. Plans and counters are the same.
+Outside of the device a tensor lies in a `HostCopy`: in the memory of the process, where the device is virtual and saves
+none, or in a mapped file, so that the process holds no more than the device does. Plans and counters are the same.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from tfnb.graph.mapped_files import MappedFile, MappedRegion, region_of
 
 
 class HostCopy(Protocol):
-    """Where a tensor lies outside of a device. What is written stays beside the value that the step began with."""
+    """The memory or file range of a tensor outside of a device.
+
+    A written value lies beside the value that the step began with.
+    """
 
     def read(self) -> torch.Tensor:
-        """A new tensor with the value written last, else with that of the beginning."""
+        """A new tensor with the value written last, else with the value of the beginning."""
         ...
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Keep a value of the device, which may use its memory for something else afterwards."""
+        """Keep a value of the device; the device may reuse its memory afterwards."""
         ...
 
 
@@ -60,7 +63,7 @@ class RegionCopy:
 
 
 class RangeCopy:
-    """A value of one step, such as a gradient, in a range of a file, with the strides that it had."""
+    """A value of one step, such as a gradient, in a range of a file; its strides are kept."""
 
     def __init__(self, file: MappedFile) -> None:
         self.file, self.range, self.size = file, -1, 0
@@ -87,7 +90,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def host_copy(tensor: torch.Tensor, is_written: bool) -> ProcessCopy | RegionCopy:
-    """Where a tensor lies outside of a device; a mapped one that is written has room for its next generation then.
+    """The copy of a tensor outside of a device; a mapped tensor that is written gets room for its next generation.
 
     >>> host_copy(torch.ones(2), False).read()
     tensor([1., 1.])
@@ -101,7 +104,7 @@ def host_copy(tensor: torch.Tensor, is_written: bool) -> ProcessCopy | RegionCop
 
 
 class VirtualDevice:
-    """The tensors on a device of ``budget`` bytes, by key; going over it is a MemoryError.
+    """The tensors on a device of ``budget`` bytes, by key; one byte more raises MemoryError.
 
     host: the tensors outside, which `load` copies in and `store` copies out. spare: makes the host's copy of a tensor
     that had none. most: bytes held at once. loaded, stored: bytes copied.
@@ -144,7 +147,7 @@ class VirtualDevice:
         self.stored += tensor.nbytes
 
     def settle(self, key: Hashable) -> None:
-        """Give back the bytes of a tensor whose copy out is over."""
+        """Give back the bytes of a tensor that was copied out."""
         self.held -= self._leaving.pop(key)
 
     def drop(self, key: Hashable) -> None:
@@ -153,7 +156,7 @@ class VirtualDevice:
 
     @contextmanager
     def working(self, size: int) -> Iterator[None]:
-        """A block in which a kernel holds so many bytes more."""
+        """A block for a kernel that holds ``size`` bytes more."""
         self._hold(size)
         try:
             yield
@@ -161,7 +164,7 @@ class VirtualDevice:
             self.held -= size
 
     def close(self) -> None:
-        """Wait for all copies out."""
+        """Give back the bytes of all tensors that were copied out."""
         for key in list(self._leaving):
             self.settle(key)
 

@@ -133,7 +133,8 @@ def compare(
     the scalar to compare; of several, or of a dict of names, the result is a dict with a Comparison of each. seeds: so
     many runs of each, with other orders of the data and other random numbers. options: of all, such as ``epochs=3`` or
     ``feeds=(x, y)``. Afterwards the Variables are as before. p is how often chance alone makes as large a difference to
-    the first mode: a permutation test over seeds.
+    the first mode: a permutation test over seeds. Raises InvalidArgument for data that can be read only once, for
+    options that `fit` lacks, for ``seeds`` below 1, and for modes that watch no scalar or not the same ones.
 
     >>> import torch, tfnb
     >>> w = torch.nn.Parameter(torch.zeros(3))

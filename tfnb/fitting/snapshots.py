@@ -17,7 +17,8 @@ class Snapshots:
     the oldest goes first. `restore` puts the Variables, the random streams and the place in the data back, so that
     ``fit(..., resume=True)`` takes the same steps again, and ``fit(...)`` with other options is a branch. What the
     queues of the graph hold is in a snapshot, too, as if the steps under way were stopped then, and so are the numbers
-    in the param groups of torch optimizers and the states of schedulers that `Session.reads` was given.
+    in the param groups of torch optimizers and the states of schedulers that `Session.reads` was given. Raises
+    InvalidArgument for ``every`` or ``keep`` below 1.
 
     >>> import tfnb
     >>> w = torch.nn.Parameter(torch.zeros(1))
@@ -55,12 +56,18 @@ class Snapshots:
         return sum(moment.nbytes for moment in self._taken.values())
 
     def on_step(self, progress: Progress) -> None:
-        """`fit` tells that a step is done."""
+        """`fit` tells that a step is done.
+
+        Raises FailedPrecondition as `take` does.
+        """
         if progress.step % self._every == 0:
             self.take(progress.step)
 
     def take(self, step: int) -> None:
-        """Copy the Variables of now under this number."""
+        """Copy the Variables of now under this number.
+
+        Raises FailedPrecondition while servers of a cluster hold the Variables.
+        """
         session = self._session
         if session.cluster is not None:
             raise FailedPrecondition(
@@ -73,7 +80,10 @@ class Snapshots:
             del self._taken[next(iter(self._taken))]
 
     def values(self, step: int) -> dict[str, torch.Tensor]:
-        """The Variables at a step, by name; the tensors are the snapshot's own."""
+        """The Variables at a step, by name; the tensors are the snapshot's own.
+
+        Raises NotFound for a step without a snapshot.
+        """
         if step not in self._taken:
             there = ", ".join(map(str, self.steps)) or "none"
             raise NotFound(f"there is no snapshot of step {step}; there are: {there}")
@@ -82,7 +92,8 @@ class Snapshots:
     def restore(self, step: int) -> None:
         """Restore the state after this step. Variables and queues made since stay unchanged.
 
-        Steps under way that used one of the queues raise Aborted: run them again.
+        Steps under way that used one of the queues raise Aborted: run them again. Raises NotFound for a step without a
+        snapshot.
         """
         self.values(step)  # there is one
         self._session.state.go_back(self._taken[step].copy())

@@ -27,6 +27,8 @@ def clip_by_value(x: Any, low: Any, high: Any) -> Any:
 def clip_by_norm(x: Any, norm: float | torch.Tensor, dim: int | Sequence[int] | None = None) -> Any:
     """``x`` scaled down where its 2-norm (over ``dim``, default all) exceeds ``norm``.
 
+    Raises InvalidArgument for an axis that ``x`` lacks, and for the axis of the rows of `IndexedSlices`.
+
     >>> clip_by_norm(torch.tensor([3.0, 4.0]), 1.0)
     tensor([0.6000, 0.8000])
     """

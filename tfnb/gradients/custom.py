@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, UnknownOp, Unsupported, ensure_type
 from tfnb.gradients.rule_table import RuleFunction, ops_of
@@ -29,7 +29,7 @@ def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
     given them. Outside a recording it is a torch.autograd.Function.
 
     Raises InvalidArgument when fn does not return a pair or grad_fn a wrong number of entries, ShapeError for an entry
-    of a wrong shape.
+    of a wrong shape. In a recording it raises Unsupported if ``fn`` writes into an argument.
 
     >>> import torch, tfnb
     >>> @tfnb.custom_gradient
@@ -78,7 +78,7 @@ def _recorded(recorder: Recorder, fn: Callable[..., Any], args: tuple[Any, ...],
     return tree_unflatten(outs, form)
 
 
-def _pair(fn: Callable[..., Any], arguments: Any) -> tuple[Any, Callable[..., Any]]:
+def _pair(fn: Callable[..., Any], arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[Any, Callable[..., Any]]:
     args, kwargs = arguments
     result = fn(*args, **kwargs)
     if not (isinstance(result, tuple) and len(result) == 2 and callable(result[1])):
@@ -92,7 +92,7 @@ class _UserRule:
     def __init__(self, grad_fn: Callable[..., Any], where: str, count: int) -> None:
         self.grad_fn, self.where, self.count = grad_fn, where, count
 
-    def __call__(self, n: Any, dys: Sequence[torch.Tensor | None]) -> list[Any]:
+    def __call__(self, n: object, dys: Sequence[torch.Tensor | None]) -> list[Any]:
         result = self.grad_fn(*dys)
         entries = list(result) if isinstance(result, (tuple, list)) else [result]
         if len(entries) != self.count:
@@ -107,7 +107,7 @@ class _Eager(torch.autograd.Function):
     """`custom_gradient` outside of recordings."""
 
     @staticmethod
-    def forward(ctx: Any, fn: Any, tree: Any, form: list[Any], *leaves: Any) -> Any:
+    def forward(ctx: Any, fn: Callable[..., Any], tree: TreeSpec, form: list[TreeSpec], *leaves: object) -> Any:
         ys, grad_fn = _pair(fn, tree_unflatten(list(leaves), tree))
         outs, shape = tree_flatten(ys)
         ctx.ends = [i for i, y in enumerate(outs) if floats(y)]
@@ -117,7 +117,7 @@ class _Eager(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
-    def backward(ctx: Any, *dys: Any) -> Any:
+    def backward(ctx: Any, *dys: torch.Tensor | None) -> Any:
         grads: list[Any] = [None] * len(ctx.needs_input_grad)
         for place, dx in zip(ctx.places, ctx.rule(None, [dys[i] for i in ctx.ends]), strict=True):
             grads[place + 3] = dx

@@ -100,7 +100,7 @@ class IndexedSlices:
         """Plain values while recording."""
         return self.like(current.plain(self.values), current.plain(self.indices))
 
-    def eval(self, feed_dict: Any = None) -> IndexedSlices:
+    def eval(self, feed_dict: Mapping[Any, Any] | None = None) -> IndexedSlices:
         """The value in the default session of its graph."""
         from tfnb.session import run  # listed exception: .eval asks the session
 
@@ -327,7 +327,7 @@ def _div(g: object, by: Any) -> IndexedSlices:
 
 
 @closed("add", "radd")
-def _add(a: Any, b: Any, *, alpha: Any = 1) -> Any:
+def _add(a: Any, b: Any, *, alpha: float | torch.Tensor = 1) -> Any:
     g = a if isinstance(a, IndexedSlices) else b
     if any(isinstance(x, Real) and x == 0 for x in (a, b)):  # Python's sum starts with 0
         return g
@@ -338,7 +338,7 @@ def _add(a: Any, b: Any, *, alpha: Any = 1) -> Any:
 
 
 @closed("sub", "subtract")
-def _sub(a: object, b: object, *, alpha: Any = 1) -> Any:
+def _sub(a: Any, b: Any, *, alpha: float | torch.Tensor = 1) -> Any:
     return _add(a, b * -alpha)
 
 
@@ -408,7 +408,7 @@ def _padded(values: torch.Tensor, axis: int, start: int, whole: int) -> torch.Te
 
 
 @closed("split", "split_with_sizes")
-def _split(g: IndexedSlices, split_size_or_sections: Any, dim: int = 0) -> tuple[IndexedSlices, ...]:
+def _split(g: IndexedSlices, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[IndexedSlices, ...]:
     axis = dim % len(g.dense_shape)
     whole, sizes = g.dense_shape[axis], split_size_or_sections
     if isinstance(sizes, int):

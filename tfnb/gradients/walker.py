@@ -363,7 +363,7 @@ class Walk:
             return node.attrs
         symbols = self.recorder.symbols
 
-        def size(leaf: Any) -> Any:
+        def size(leaf: object) -> Any:
             return leaf.evaluate(symbols.bindings([leaf])) if isinstance(leaf, Dim) else leaf
 
         return map_leaves(size, node.attrs)
@@ -470,7 +470,7 @@ def _broadcast(
 ) -> tuple[list[int], list[int]]:
     """Axes of a cotangent to sum away, then axes to sum to size one."""
 
-    def known_apart(a: Any, b: Any) -> bool:
+    def known_apart(a: object, b: object) -> bool:
         return hint(a) is not None and hint(b) is not None and hint(a) != hint(b)
 
     lead = len(got) - len(wanted)

@@ -254,7 +254,11 @@ class Graph:
     # -- writing ------------------------------------------------------------------------------------------
 
     def commit(self, contents: Contents, *, removed: Iterable[tuple[int, str]] = ()) -> None:
-        """Swap in new contents, all or nothing; ``removed`` maps ids of removed nodes to the cell to run again."""
+        """Swap in new contents, all or nothing; ``removed`` maps ids of removed nodes to the cell to run again.
+
+        Raises FailedPrecondition for a finalized graph, GraphCycleError or another InvalidArgument for contents that
+        are not well formed.
+        """
         ensure_type(contents, Contents, "Graph.commit")
         gone = dict(removed)
         check(contents)

@@ -72,6 +72,8 @@ _CURRENT: ContextVar[str] = ContextVar("container", default="")
 def container(name: str) -> Iterator[str]:
     """Variables and queues made inside the block live in the container ``name``, unless they name another container.
 
+    Raises InvalidArgument for a name that is no string.
+
     >>> import tfnb, torch
     >>> with tfnb.container("experiment"):
     ...     steps = tfnb.Variable(0, shared_name="steps")

@@ -147,7 +147,7 @@ def _evaluate(node: ast.expr, symbols: Mapping[str, Any]) -> Any:
     raise GraphFormatError(f"not allowed in a size expression: {ast.unparse(node)!r}")
 
 
-def sized_if(test: object, body: Any, orelse: object) -> Any:
+def sized_if(test: object, body: object, orelse: object) -> Any:
     """``body if test else orelse`` of integers, as one size. test: a SymBool, or an object with a truth value."""
     if isinstance(test, torch.SymBool):
         wrap = test.node.wrap_int

@@ -219,7 +219,10 @@ class Variable:
 
     @property
     def storage(self) -> torch.Tensor:
-        """The local storage, not a copy; stale while a cluster owns the value."""
+        """The local storage, not a copy; stale while a cluster owns the value.
+
+        Raises NotFound, with the reason, where the value was lost, and FailedPrecondition where there is none yet.
+        """
         if self._owned is not None:
             return self._owned
         if self.held is not None:
@@ -520,7 +523,8 @@ class Variable:
 def initialize(*what: object) -> int:
     """Initialize Variables in the order in which their initial values depend on each other; returns their number.
 
-    what: Variables, each also anew, or graphs, of which those get one that have none and keep an initial value.
+    what: Variables, each also anew, or graphs, of which those get one that have none and keep an initial value. Raises
+    InvalidType for anything else.
 
     >>> import tfnb
     >>> a = tfnb.Variable(lambda: b * 2, shape=(2,), lazy_init=True, name="a")  # b is made later

@@ -29,14 +29,15 @@ def _recorder(what: str) -> Recorder:
 
 
 def placeholder(
-    sample: Any = None, *, shape: Sequence[int | str | None] | None = None, dtype: torch.dtype | None = None,
-    device: Any = None, name: str | None = None,
+    sample: object = None, *, shape: Sequence[int | str | None] | None = None, dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None, name: str | None = None,
 ) -> Tensor:  # fmt: skip
     """A tensor that every run must feed.
 
-    sample: tensor, array or number; its values are used while recording. shape: ints are fixed, ``None`` varies,
-    equal letters vary together; by default axis 0 varies. Without a sample there are shapes only, of the default
-    dtype unless given.
+    sample: tensor, array or number; its values are used while recording. shape: ints are fixed, ``None`` varies, equal
+    letters vary together; by default axis 0 varies. Without a sample there are shapes only, of the default dtype unless
+    given. Raises FailedPrecondition outside of a recording, ShapeError for a shape that fits neither the sample nor the
+    size of an equal letter, InvalidArgument without sample and shape.
 
     >>> from tfnb.recording import record
     >>> with record():
@@ -46,7 +47,7 @@ def placeholder(
     recorder = _recorder("placeholder")
     if recorder.lazy and isinstance(sample, Tensor):  # made in this block: it has a shape and no values
         shape = shape or ((None, *sample.shape[1:]) if sample.dim() else ())
-        sample, dtype = None, dtype or sample.dtype
+        dtype, sample = dtype or sample.dtype, None
     with _disable_current_modes():
         plain = None if sample is None else _sample(sample, dtype, device, recorder)
         if plain is None and shape is None:
@@ -60,7 +61,7 @@ def placeholder(
 
 
 def _sample(
-    sample: Any, dtype: torch.dtype | None, device: torch.device | str | None, recorder: Recorder
+    sample: object, dtype: torch.dtype | None, device: torch.device | str | None, recorder: Recorder
 ) -> torch.Tensor:
     if isinstance(sample, Variable):
         sample = sample.value()
@@ -157,6 +158,8 @@ def constant(value: object, *, name: str | None = None) -> Tensor:
 def name_scope(name: str | None) -> Iterator[str]:
     """Nodes recorded inside stand under this scope: ``"a"`` fresh, ``"a/"`` re-entered, ``None`` the root.
 
+    Raises FailedPrecondition outside of a recording.
+
     >>> import torch, tfnb
     >>> with tfnb.record(), tfnb.name_scope("head"):
     ...     y = tfnb.constant(1.0).exp()
@@ -181,7 +184,7 @@ def device(spec: Scope, *, soft: bool = False) -> Iterator[None]:
     by number; a run raises Unimplemented for another one, naming it.
 
     A run raises InvalidArgument where a request cannot be met; with ``soft`` it does not ask for that then. Raises
-    InvalidArgument for what is no device.
+    InvalidArgument for what is no device. Raises FailedPrecondition outside of a recording.
 
     >>> import tfnb
     >>> with tfnb.record(), tfnb.device("/job:worker/task:0"):
@@ -204,7 +207,8 @@ def device(spec: Scope, *, soft: bool = False) -> Iterator[None]:
 def control_dependencies(nodes: Sequence[Any] | None) -> Iterator[None]:
     """Nodes recorded inside run after ``nodes``, and reads of variables inside are fresh. ``None`` clears.
 
-    nodes: recorded tensors, Operations or Variables.
+    nodes: recorded tensors, Operations or Variables. Raises FailedPrecondition outside of a recording, InvalidArgument
+    for anything else among ``nodes``.
 
     >>> import torch, tfnb
     >>> count = tfnb.Variable(torch.zeros(()))
@@ -235,7 +239,8 @@ def unordered(*, use_locking: bool = False) -> Iterator[None]:
     use_locking: each update takes the lock of its Variable while it writes, or, where it is not made in place, from
     the read on. No update is lost then, and nobody sees a tensor half written.
 
-    On a cluster servers apply one update after the other in any case. `tfnb.races` lists what is in no order.
+    On a cluster servers apply one update after the other in any case. `tfnb.races` lists what is in no order. Raises
+    FailedPrecondition outside of a recording.
 
     >>> import torch, tfnb
     >>> w = tfnb.Variable(torch.zeros(2))
@@ -254,7 +259,8 @@ def unordered(*, use_locking: bool = False) -> Iterator[None]:
 def group(*fetches: object, name: str | None = None) -> Operation:
     """An Operation that runs all of ``fetches``: recorded tensors, Operations or Variables.
 
-    A Parameter or buffer means what was written into it in place.
+    A Parameter or buffer means what was written into it in place. Raises FailedPrecondition outside of a recording,
+    InvalidArgument for anything else.
 
     >>> import torch, tfnb
     >>> a, b = tfnb.Variable(torch.zeros(())), tfnb.Variable(torch.ones(()))

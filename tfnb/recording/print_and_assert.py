@@ -19,7 +19,8 @@ def print(*xs: object) -> Operation | None:
 
     A run prints what it computes anyway, and what can be calculated of that and of its feeds; nothing else is fed or
     computed for a print, but where the result is fetched. Values are printed after the step, also of one that ran on a
-    cluster. While recording nothing is printed, and outside of a recording it is Python's ``print``.
+    cluster. While recording nothing is printed, and outside of a recording it is Python's ``print``. Raises Unsupported
+    inside of a staged loop, branch or recursive function, InvalidArgument for tensors in a container.
 
     >>> import torch, tfnb
     >>> with tfnb.record():
@@ -58,8 +59,9 @@ def _piece(x: object, recorder: Recorder, values: dict[Value, Ref]) -> str | Ref
 def assert_(cond: object, message: str = "") -> None:
     """Stop each run of later nodes if ``cond`` is false, with the message, cell and line.
 
-    cond: a recorded tensor, of which all must be true, or anything else, which is asserted at once. So is the sample.
-    A run that raises writes nothing. The error is an AssertionError.
+    cond: a recorded tensor, of which all must be true, or anything else, which is asserted at once. So is the sample. A
+    run that raises writes nothing. The error is an AssertionError. Raises CheckFailed for a condition that is false
+    now.
 
     >>> from builtins import print
     >>> import torch, tfnb

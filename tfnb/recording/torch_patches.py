@@ -39,7 +39,7 @@ from tfnb.recording.overrides.rng_state import FollowedGenerator
 from tfnb.recording.overrides.size_arguments import same_size
 from tfnb.recording.subgraphs.recompute import checkpoint_generator
 from tfnb.recording.values.python_draws import making, numpy_functions, of_class, of_module, seeding
-from tfnb.recording.values.recording import open_recording
+from tfnb.recording.values.recording import Recording, open_recording
 from tfnb.recording.values.tensor import Tensor
 
 Original = Callable[..., Any]
@@ -87,7 +87,7 @@ def _new_parameter(original: Original) -> Any:
     return staticmethod(new)
 
 
-def _is_copy(rec: Any, data: Tensor) -> bool:
+def _is_copy(rec: Recording, data: Tensor) -> bool:
     """Whether a recorded tensor is a copy of a Variable."""
     node = rec.node(rec.look(data).value.node)
     while node.op in _COPIES:
@@ -113,7 +113,7 @@ def _call_module(original: Original) -> Any:
 
 
 def _validate_sample(original: Original) -> Any:
-    def validate(self: torch.distributions.Distribution, value: Any) -> None:
+    def validate(self: torch.distributions.Distribution, value: object) -> None:
         rec, batch = open_recording(), self._batch_shape
         rows = value.shape[: value.dim() - len(self._event_shape)] if isinstance(value, torch.Tensor) else ()
         if rec is None or len(rows) != len(batch) or not all(map(partial(_fits, rec), rows, batch)):
@@ -127,7 +127,7 @@ def _validate_sample(original: Original) -> Any:
     return validate
 
 
-def _fits(rec: Any, one: Any, other: Any) -> bool:
+def _fits(rec: Recording, one: Any, other: Any) -> bool:
     """Whether an axis of a value stands for one of a distribution's batch, in every run."""
     return any(isinstance(size, int) and size == 1 for size in (one, other)) or same_size(rec, one, other)
 
@@ -178,12 +178,12 @@ def _delete(original: Original) -> Any:
     return delete
 
 
-def _is_earlier(rec: Any, tensor: Any) -> bool:
+def _is_earlier(rec: Recording, tensor: Any) -> bool:
     """Whether a tensor was there before the recording."""
     return isinstance(tensor, torch.Tensor) and not isinstance(tensor, Tensor) and tensor not in rec.born
 
 
-def _lost(rec: Any, module: torch.nn.Module, name: str) -> list[Any]:
+def _lost(rec: Recording, module: torch.nn.Module, name: str) -> list[Any]:
     """The tensors that a module loses with this attribute; of a buffer that holds a recorded one its own."""
     own, binding = vars(module), rec.tape.bindings.get((id(module), name))
     inner = own.get("_modules", {}).get(name)

@@ -110,9 +110,10 @@ def break_at(
     node: a recorded tensor, or the name of one. condition: ``"nan"``, ``"inf"``, an expression of ``value`` such as
     ``"value.abs().max() > 10"`` (`torch` and `math` are known), or a function of the value; of several elements one is
     enough. Without it each run that computes the node stops. off: remove the breakpoint at ``node``, or all of them.
-    Gives the breakpoints of the graph, also when called without arguments. A `fit` on a cluster takes one step
-    after the other then, and does not divide the rows of a batch between tasks.
-    Raises NotFound, with near names, for what is not in the graph.
+    Gives the breakpoints of the graph, also when called without arguments. A `fit` on a cluster takes one step after
+    the other then, and does not divide the rows of a batch between tasks. Raises NotFound, with near names, for what is
+    not in the graph. Raises InvalidArgument for a node without a value and for a condition of another kind; a run
+    raises it where the condition itself fails.
 
     >>> import tfnb
     >>> with tfnb.record():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,6 +32,9 @@ from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
 from tfnb.state.source_puts import position_behind, standing
 from tfnb.state.steps_taken import StepsTaken, StepsThere, TakenSteps
+
+if TYPE_CHECKING:
+    from tfnb.cluster.driver import Cluster
 
 _NO_QUEUES: Mapping[str, QueueSnapshot] = MappingProxyType({})
 _OF_OPTIMIZERS = "optimizers", "schedulers"  # positions that only a whole restore takes
@@ -97,7 +100,7 @@ class SavedState:
     its own, are of one session.
     """
 
-    def __init__(self, graph: Graph, steps: StepRunner, cluster: Any) -> None:
+    def __init__(self, graph: Graph, steps: StepRunner, cluster: Cluster | None) -> None:
         self._graph, self._steps, self._cluster = graph, steps, cluster
         self.inputs: Inputs = graph.attached.setdefault("inputs", Inputs())
         self._hashed: tuple[Contents, str] | None = None

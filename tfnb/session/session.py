@@ -12,10 +12,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -65,6 +64,9 @@ from tfnb.state.queues import TensorQueue
 from tfnb.state.run_numbers import RunNumbers, runs_of
 from tfnb.state.step_groups import StepGroup
 from tfnb.state.waits import check_timeout
+
+if TYPE_CHECKING:
+    from tfnb.cluster.driver import Cluster
 
 _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
     ("step", "cluster"): "a step in parts runs here only: close the cluster, or run the fetches together",
@@ -126,6 +128,9 @@ class Session:
     their gradients takes what is left of it; the rest of that is computed again, or moves out and comes back, whichever
     costs less as predicted (see ``swap_memory`` of `while_loop`).
 
+    Raises InvalidArgument for an unknown ``compile``, ``executor`` or ``layout``, and for a budget that is no number of
+    bytes.
+
     >>> import tfnb
     >>> with tfnb.record() as g:
     ...     x = tfnb.placeholder(torch.zeros(2, 3), name="x")
@@ -136,7 +141,7 @@ class Session:
     """
 
     def __init__(
-        self, graph: Graph | str | None = None, *, cluster: Any = None, compile: str = "auto",
+        self, graph: Graph | str | None = None, *, cluster: Cluster | None = None, compile: str = "auto",
         executor: str = "auto", layout: str | None = None, memory_budget: int | str | None = None,
     ) -> None:  # fmt: skip
         self._mode, self._once = tiers.mode(compile), LAYOUTS[chosen_layout(layout)]
@@ -242,7 +247,7 @@ class Session:
 
         The result has the structure of ``fetches``. check: as of `run`. microbatches: so many consecutive ranges of the
         rows of a batch are done one after the other, and update once (see `tfnb.fit`); fetches are then operations, and
-        numbers that are means over rows.
+        numbers that are means over rows. A call with another number of values raises InvalidArgument.
         """
         feeds = tuple(feeds)
         if IndexedSlices in map(type, feeds):
@@ -328,7 +333,8 @@ class Session:
 
         fetches: what will be fetched, each once; feeds: what will be fed, each once. What a later fetch shares with an
         earlier one is computed once. Variables are written when everything was fetched, and not at all if the block is
-        left before.
+        left before. Raises InvalidArgument for a Variable among ``fetches``, whose read is to be recorded;
+        Unimplemented with a cluster, queues, a memory budget, a print or a breakpoint.
 
         >>> import tfnb
         >>> with tfnb.record() as g:
@@ -368,7 +374,7 @@ class Session:
         begin: steps over these arrays that were taken before. by_pass: tasks stand still after each pass over the
         arrays; after other values, where there is a None among them. An empty group then says that they do, until the
         next group is asked for. division: of each step into microbatches. mode, check, options: as `run` and
-        `Cluster.train` have them.
+        `Cluster.train` have them. Raises InvalidArgument for an unknown ``check``.
         """
         cluster = self.cluster
         if isinstance(data, tuple):
@@ -568,7 +574,7 @@ class Session:
         self._ensure_together("memory_budget", code)
         return code
 
-    def _packs(self, step: StepGraph, *, old: Any) -> PackCode:
+    def _packs(self, step: StepGraph, *, old: object) -> PackCode:
         """The code of a step in packs and microbatches, within the memory budget."""
         assert self.memory_budget is not None
         return old if isinstance(old, PackCode) and same_step(old.step, step) else PackCode(step, self.memory_budget)
@@ -722,8 +728,12 @@ def limit(graph: Graph, memory_budget: int | str | None) -> Session:
     return session
 
 
-def run(fetches: Fetches, feed_dict: Mapping[Any, Any] | None = None, **options: Any) -> Any:
-    """`Session.run` on the default session of the fetches' graph, with its options.
+def run(
+    fetches: Fetches, feed_dict: Mapping[Any, Any] | None = None, *, timeout: float | None = None,
+    trace: bool | Literal["kernels", "health"] = False, check: Literal["nan"] | None = None,
+    isolation: Literal["snapshot"] | None = None,
+) -> Any:  # fmt: skip
+    """`Session.run` on the default session of the fetches' graph, with its options. Raises errors as that does.
 
     >>> import tfnb
     >>> with tfnb.record():
@@ -733,7 +743,5 @@ def run(fetches: Fetches, feed_dict: Mapping[Any, Any] | None = None, **options:
     tensor(10.)
     """
     __tracebackhide__ = True
-    return default_session(graph_of(fetches)).run(fetches, feed_dict, **options)
-
-
-run.__signature__ = signature(Session.run.__get__(object()))  # type: ignore[attr-defined]  # completion asks for it
+    session = default_session(graph_of(fetches))
+    return session.run(fetches, feed_dict, timeout=timeout, trace=trace, check=check, isolation=isolation)

@@ -114,7 +114,7 @@ class PartialRun:
                 f"fetch {_name(leaf)} can't be computed from the feeds given so far; missing: {', '.join(missing)}"
             )
 
-    def _needed(self, result: Any) -> dict[fx.Node, None]:
+    def _needed(self, result: object) -> dict[fx.Node, None]:
         """Nodes that are not known and that ``result`` depends on."""
         found: dict[fx.Node, None] = {}
         stack = [result] if isinstance(result, fx.Node) else []
@@ -125,7 +125,7 @@ class PartialRun:
                 stack.extend((*node.all_input_nodes, *(n for n in self._before.get(node, ()) if n not in self._ran)))
         return found
 
-    def _value(self, result: Any) -> Any:
+    def _value(self, result: object) -> Any:
         if not isinstance(result, fx.Node):
             return result
         needed = self._needed(result)

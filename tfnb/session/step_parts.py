@@ -105,7 +105,7 @@ def _staged(graph: Graph, values: Sequence[Value], feeds: Any, stages: int, soft
     return StagedStep(graph, in_parts(step_graph(graph, values, step.feeds)), weights.stages(ends))
 
 
-def _sample(graph: Graph, key: Any) -> torch.Tensor:
+def _sample(graph: Graph, key: object) -> torch.Tensor:
     """The sample of a feed key. Raises InvalidArgument where it has none."""
     found = workspace(graph).sample(fed_by(graph, key)[0])
     if found is None:

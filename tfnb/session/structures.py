@@ -94,7 +94,7 @@ def places_of(is_variable: list[bool]) -> list[int]:
     return [next(variables) if late else next(values) for late in is_variable]
 
 
-def graph_of(fetches: Any) -> Graph:
+def graph_of(fetches: object) -> Graph:
     """The graph that fetches belong to; names and Variables are looked up in the current graph."""
     leaves: list[Any] = []
     structure(fetches, leaves)

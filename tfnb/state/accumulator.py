@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -31,7 +31,7 @@ class Sum(Protocol):
     def add(self, grad: Element, weight: float) -> None:
         """A gradient more; raises InvalidArgument or ShapeError for one that does not fit, and adds nothing."""
 
-    def merge(self, other: Any) -> None:
+    def merge(self, other: Self) -> None:
         """Add all gradients of another sum of the same class."""
 
     def mean(self, weight: float) -> Element:

@@ -18,7 +18,8 @@ class Barrier(QueueHandle):
     """Tuples of tensors that are collected by key: each part may come by itself, in any order.
 
     dtypes, shapes: of each part. Keys are int64 numbers. A tuple is whole when all its parts are there; then its key
-    may be used again. In a recording its methods are recorded, outside they act at once.
+    may be used again. In a recording its methods are recorded, outside they act at once. Raises InvalidArgument unless
+    each part has a dtype and a whole shape.
 
     >>> import torch
     >>> pairs = Barrier([torch.float32, torch.int64], [(), ()])
@@ -29,8 +30,8 @@ class Barrier(QueueHandle):
     """
 
     def __init__(
-        self, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any = None, *, name: str = "barrier",
-        container: str = "", shared_name: str | None = None,
+        self, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Sequence[Any] | None = None, *,
+        name: str = "barrier", container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         kinds = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
         given = [shapes] if isinstance(dtypes, torch.dtype) else list(shapes or ())

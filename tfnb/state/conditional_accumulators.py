@@ -62,7 +62,8 @@ class ConditionalAccumulator(_Conditional):
     """The mean of gradients of several workers. Stale gradients, computed at an earlier step, are dropped.
 
     shape: of each gradient; None in it is an axis that may differ from one mean to the next, and None allows any shape.
-    Its step begins at 0, and grows by 1 with each mean.
+    Its step begins at 0, and grows by 1 with each mean. Raises InvalidArgument for a dtype of numbers without a
+    fraction.
 
     >>> import torch
     >>> grads = ConditionalAccumulator(torch.float32, (2,))
@@ -101,6 +102,8 @@ class SparseConditionalAccumulator(_Conditional):
 
     shape: of the whole table. sparse_mean: "per_step" divides each row by the number of gradients, which equals the
     mean of dense gradients; "per_row" divides it by the number of gradients that have the row, as TensorFlow does.
+    Raises InvalidArgument for a shape without rows, a dtype of numbers without a fraction, and an unknown
+    ``sparse_mean``.
 
     >>> import torch, tfnb
     >>> grads = SparseConditionalAccumulator(torch.float32, (5, 1), sparse_mean="per_row")

@@ -33,7 +33,7 @@ class Source:
     dataframe the rows, where each partition is computed when its turn comes, where Dask has it. name: its key in
     checkpoints. seed: torch's random state at the start of each pass comes from it, so a DataLoader that shuffles gives
     the same order again; None leaves torch's state alone. A pass that is taken up again is drawn from its start and the
-    elements before the position are dropped.
+    elements before the position are dropped. Raises InvalidArgument for data that cannot be iterated, or only once.
 
     >>> source = Source(["a", "b", "c"], name="letters")
     >>> source.read(), source.position
@@ -71,7 +71,10 @@ class Source:
         return dict(self._root._position)
 
     def seek(self, position: Position) -> None:
-        """Go on from a position of a source like this one."""
+        """Go on from a position of a source like this one.
+
+        Raises InvalidArgument for anything else.
+        """
         self.ensure_position(position)
         self._root._start(dict(position))
 
@@ -133,6 +136,8 @@ class Source:
 
     def batch(self, size: int) -> Source:
         """The same source, with ``size`` elements at a time collated as by a DataLoader; the last batch may be short.
+
+        Raises InvalidArgument for a size below 1.
 
         >>> [b.tolist() for b in Source([1.0, 2.0, 3.0]).batch(2)]
         [[1.0, 2.0], [3.0]]
@@ -250,7 +255,8 @@ class TextLineReader(_FileReader):
     r"""Lines of text files, as ``str`` without their ends.
 
     urls: an fsspec URL or path, a glob, or several. skip_header_lines: of each file. compression: ``"infer"`` goes by
-    the name (``.gz``, ``.bz2``, ``.xz``). storage_options: keywords of the file system.
+    the name (``.gz``, ``.bz2``, ``.xz``). storage_options: keywords of the file system. Raises InvalidArgument for a
+    negative number of header lines, and for an encoding whose line ends take more than one byte.
 
     >>> with fsspec.open("memory://doc/words.txt", "w") as file:
     ...     _ = file.write("word\none\ntwo\n")
@@ -286,6 +292,7 @@ class FixedLengthRecordReader(_FileReader):
     r"""Records of equal length of files, each a uint8 tensor ``[record_bytes]``.
 
     header_bytes, footer_bytes: of each file, left out. A file that ends within a record or header raises DataLoss.
+    Raises InvalidArgument for records of no bytes, and for a negative header or footer.
 
     >>> with fsspec.open("memory://doc/pairs.bin", "wb") as file:
     ...     _ = file.write(b"\x01\x02\x03\x04")

@@ -57,6 +57,7 @@ class _Table:
         """The value of each key: ``[*keys.shape, *value shape]``; keys are int64, or strings outside of a recording.
 
         A key that the table lacks has the default, or with out-of-vocabulary buckets ``size + key % num_oov_buckets``.
+        Raises InvalidArgument for keys of another dtype.
         """
         wanted = self._taken(keys)
         known, values = self._keys.read(), self._values.read()
@@ -94,7 +95,9 @@ class HashTable(_Table):
     """A constant table: keys (int64 or strings) to values.
 
     values: one row for each key. default: the value of other keys. num_oov_buckets: instead of it, other keys go to so
-    many numbers behind the table's, by their key. Raises FailedPrecondition for a key that has two values.
+    many numbers behind the table's, by their key. Raises FailedPrecondition for a key that has two values. Raises
+    ShapeError unless there is at least one key, and one value for each; InvalidArgument for the largest int64 as a key,
+    for a negative ``num_oov_buckets``, and for buckets beside values that are no integers.
 
     >>> table = HashTable(["cat", "dog"], [3, 5], default=-1)
     >>> table.lookup(["dog", "cow"])
@@ -149,7 +152,8 @@ class HashTable(_Table):
 class MutableHashTable(_Table):
     """A table that runs change, of at most ``capacity`` keys; `insert` and `remove` order as writes of Variables do.
 
-    default: the value of keys that it lacks; its dtype and shape are those of all values.
+    default: the value of keys that it lacks; its dtype and shape are those of all values. Raises InvalidArgument for a
+    capacity below 1.
 
     >>> table = MutableHashTable(4, default=0.0)
     >>> table.insert([7, 9], [0.5, 1.5])
@@ -174,7 +178,10 @@ class MutableHashTable(_Table):
         return self._become(torch.ops.tfnb.table_insert, self._taken(keys), self._rows(values))
 
     def remove(self, keys: object) -> Any:
-        """Remove keys; absent keys are ignored."""
+        """Remove keys; absent keys are ignored.
+
+        Raises InvalidArgument for keys of another dtype.
+        """
         return self._become(torch.ops.tfnb.table_remove, self._taken(keys).flatten())
 
     def load(self, keys: object, values: Sequence[Any] | torch.Tensor) -> Any:

@@ -70,7 +70,7 @@ class Attempt:
     def __init__(
         self, machine: QueueHost, kind: Kind, then: Callable[[Attempt], None], *, elements: Sequence[Element] = (),
         count: int = 1, up_to: bool = False, required: int = 1, cancel_pending: bool = False,
-        question: Callable[[Any], int] = len, what: Any = None,
+        question: Callable[[Any], int] = len, what: str | None = None,
         call: tuple[Mapping[str, Any], Sequence[torch.Tensor]] = ({}, ()), lends: bool = False,
         step: StepQueues | None = None, mark: Mark | None = None,
     ) -> None:  # fmt: skip

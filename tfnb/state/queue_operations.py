@@ -40,7 +40,7 @@ Shape = tuple[int | None, ...]
 class QueueHandle(Queue):
     """The base of all queues: records its operations in a recording, and performs them at once outside."""
 
-    def __new__(cls, *args: Any, container: str = "", shared_name: str | None = None, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, container: str = "", shared_name: str | None = None, **kwargs: object) -> Any:
         found = resources.shared(container, shared_name)
         return found if type(found) is cls else object.__new__(cls)
 
@@ -204,7 +204,7 @@ class QueueHandle(Queue):
             raise attempt.error
         return outcome(self, attempt, attrs)
 
-    def _plain(self, part: Any, dtype: torch.dtype) -> torch.Tensor:
+    def _plain(self, part: object, dtype: torch.dtype) -> torch.Tensor:
         """A private copy of a component, as a plain tensor of the queue's dtype."""
         if isinstance(part, Variable):
             found = part.value()
@@ -230,7 +230,7 @@ class QueueHandle(Queue):
             is_enough = len(found) == count or (found and attrs.get("up_to"))
             return batch_of(self, found) if is_enough else None
 
-    def _recorded(self, recorder: Recorder, part: Any, dtype: torch.dtype) -> Tensor:
+    def _recorded(self, recorder: Recorder, part: object, dtype: torch.dtype) -> Tensor:
         if not isinstance(part, (torch.Tensor, Variable)):
             with _disable_current_modes():
                 part = tensor_of(part, dtype, f"queue {self.name}")

@@ -213,7 +213,8 @@ class RandomShuffleQueue(TensorQueue):
 class PaddingFIFOQueue(TensorQueue):
     """A `FIFOQueue` whose batches may be of elements of several sizes: axes that are None in a shape vary.
 
-    In a batch each element is filled up with zeros to the longest one.
+    In a batch each element is filled up with zeros to the longest one. Raises InvalidArgument without a shape for each
+    dtype.
 
     >>> import torch
     >>> queue = PaddingFIFOQueue(10, torch.int64, (None,), name="lines")
@@ -225,7 +226,7 @@ class PaddingFIFOQueue(TensorQueue):
     """
 
     def __init__(
-        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Any, *,
+        self, capacity: int, dtypes: torch.dtype | Sequence[torch.dtype], shapes: Sequence[Any], *,
         name: str = "padding_queue", container: str = "", shared_name: str | None = None,
     ) -> None:  # fmt: skip
         where: dict[str, Any] = {"container": container, "shared_name": shared_name}

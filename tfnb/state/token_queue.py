@@ -18,7 +18,8 @@ class TokenQueue(QueueHandle):
     """Tokens for workers: each is of a step, and is held under a lease of some seconds.
 
     A token that is neither finished nor renewed in that time stands in front of the queue again, and what its holder
-    does with it later is refused. In a recording the methods are recorded, outside they act at once.
+    does with it later is refused. In a recording the methods are recorded, outside they act at once. Raises
+    InvalidArgument for a lease that is no finite number above 0.
 
     >>> tokens = TokenQueue(lease=30.0)
     >>> tokens.give(step=7, count=2)

@@ -48,7 +48,7 @@ class Inbox(queue.SimpleQueue[Any]):
 
     wake: Callable[[], None] | None = None
 
-    def put(self, event: Any) -> None:  # type: ignore[override]  # it never blocks
+    def put(self, event: object) -> None:  # type: ignore[override]  # it never blocks
         """Add an event, from any thread."""
         super().put(event)
         if (wake := self.wake) is not None:

@@ -82,7 +82,7 @@ def parts_html(step: Any) -> str:
     return f"<pre>{xml(repr(step))}</pre>{drawn}"
 
 
-def stages_html(step: Any) -> str:
+def stages_html(step: object) -> str:
     """The table of a step in stages."""
     return f"<pre>{xml(repr(step))}</pre>"
 

@@ -20,7 +20,7 @@ from tfnb.recording.writes.aliases import ADVICE, REFUSED, family, may_share, ou
 Bases = frozenset[Base]
 
 
-def bases_of(recorder: Recorder, leaf: Any) -> Bases:
+def bases_of(recorder: Recorder, leaf: object) -> Bases:
     """The bases that a tensor may share memory with, its own included; none for a number."""
     if not isinstance(leaf, torch.Tensor) or is_number(leaf):
         return frozenset()

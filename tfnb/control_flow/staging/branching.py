@@ -194,7 +194,7 @@ def _branch(
     return After(region, values, {at: region.outputs[place] for at, place in outputs.items()}, bases)
 
 
-def _is_of(own: set[str], recorder: Recorder, leaf: Any) -> bool:
+def _is_of(own: set[str], recorder: Recorder, leaf: object) -> bool:
     """Whether a leaf is a size bound inside of a branch, unknown outside."""
     dim = recorder.symbols.leaf(leaf) if isinstance(leaf, SIZES) else None
     return isinstance(dim, Dim) and not own.isdisjoint(dim.symbols)

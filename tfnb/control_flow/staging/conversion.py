@@ -86,7 +86,7 @@ def _builtin(function: Any) -> Any:
     return BUILTINS.get(function, function)
 
 
-def _of_container(function: Any, owner: object, name: str) -> Any:
+def _of_container(function: object, owner: object, name: str) -> Any:
     """A method of a list, dict or set."""
     if name not in ("append", "extend", "copy", "clear") and grown(owner):
         plain(owner)

@@ -15,7 +15,7 @@ from typing import Any
 
 from tfnb.control_flow.frontend.source import bound
 from tfnb.control_flow.staging.branching import branched
-from tfnb.control_flow.staging.statement import OPERATORS, Statement, as_number, recorder_for, status
+from tfnb.control_flow.staging.statement import OPERATORS, Setter, State, Statement, as_number, recorder_for, status
 from tfnb.errors import Unsupported
 
 
@@ -139,7 +139,7 @@ def _operators(consumer: Consumer) -> SimpleNamespace:
     """The operators of a generator's code: its statements carry the names of the consumer before their own."""
     own = OPERATORS
 
-    def joined(get: Any, set_: Any, names: tuple[str, ...]) -> tuple[Any, Any, tuple[str, ...]]:
+    def joined(get: State, set_: Setter, names: tuple[str, ...]) -> tuple[State, Setter, tuple[str, ...]]:
         count = len(consumer.names)
 
         def set_both(values: Sequence[Any]) -> None:
@@ -154,15 +154,22 @@ def _operators(consumer: Consumer) -> SimpleNamespace:
         first = consumer.more
         return lambda: own.and_(first(), test)
 
-    def if_stmt(test: Any, body: Any, orelse: Any, get: Any, set_: Any, names: Any, wanted: int) -> None:
+    def if_stmt(
+        test: object, body: Callable[[], None], orelse: Callable[[], None], get: State, set_: Setter,
+        names: tuple[str, ...], wanted: int,
+    ) -> None:  # fmt: skip
         own.if_stmt(test, body, orelse, *joined(get, set_, names), len(consumer.names) + wanted)
 
-    def while_stmt(test: Any, body: Any, get: Any, set_: Any, names: Any, options: dict[str, Any]) -> None:
+    def while_stmt(
+        test: Callable[[], Any], body: Callable[[], None], get: State, set_: Setter,
+        names: tuple[str, ...], options: dict[str, Any],
+    ) -> None:  # fmt: skip
         own.while_stmt(more(test), body, *joined(get, set_, names), options)
 
     def for_stmt(
-        items: Iterable[Any], test: Any, body: Any, get: Any, set_: Any, names: Any, options: dict[str, Any]
-    ) -> None:
+        items: Iterable[Any], test: Callable[[], Any] | None, body: Callable[[Any], None], get: State, set_: Setter,
+        names: tuple[str, ...], options: dict[str, Any],
+    ) -> None:  # fmt: skip
         own.for_stmt(items, more(test), body, *joined(get, set_, names), options)
 
     return SimpleNamespace(

@@ -127,13 +127,13 @@ def iterations_of(items: object) -> Range | TensorRows | None:
     return None
 
 
-def _rows(item: Any) -> TensorRows | None:
+def _rows(item: object) -> TensorRows | None:
     """The rows that `enumerate` and `zip` may go over together with others."""
     found = iterations_of(item)
     return found if isinstance(found, TensorRows) else None
 
 
-def _varies(item: Any) -> bool:
+def _varies(item: object) -> bool:
     """Whether only a run knows how many rows there are."""
     return isinstance(item, Tensor) and item.dim() > 0 and isinstance(item.shape[0], torch.SymInt)
 
@@ -175,7 +175,7 @@ def _as_long(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x.narrow(0, 0, count) for x in tensors)
 
 
-def _zip(*items: Any, strict: bool = False) -> Any:
+def _zip(*items: object, strict: bool = False) -> Any:
     if not strict and any(map(_varies, items)) and all(isinstance(i, torch.Tensor) and i.dim() > 0 for i in items):
         items = _as_long(items)
     rows = [each for each in map(_rows, items) if each is not None]
@@ -185,7 +185,7 @@ def _zip(*items: Any, strict: bool = False) -> Any:
         return zip(*rows, strict=strict)
     tensors = [each.tensors for each in rows]
 
-    def shape(index: object, *found: Any) -> tuple[Any, ...]:
+    def shape(index: object, *found: object) -> tuple[Any, ...]:
         left = iter(found)
         return tuple(each.shape(index, *itertools.islice(left, len(each.tensors))) for each in rows)
 
@@ -200,7 +200,7 @@ def _len(item: Any) -> Any:
     return item.shape[0] if _varies(item) else len(item)
 
 
-def _list(*args: Any) -> Any:
+def _list(*args: object) -> Any:
     """``list``, for a generator by appending in a loop, which may be staged."""
     if not args or not isinstance(args[0], Generator):
         return list(*args)
@@ -214,7 +214,7 @@ def _print(*args: Any, **options: Any) -> None:
         print(*map(shown, args), **options)  # noqa: T201  the user's
 
 
-def _given(item: Any) -> Any:
+def _given(item: object) -> Any:
     return item
 
 
@@ -227,7 +227,7 @@ def _best(
 ) -> Callable[..., Any]:  # fmt: skip
     """``max`` or ``min``: where a recorded number or a varying size is among the items, each run chooses."""
 
-    def best(*items: Any, **options: Any) -> Any:
+    def best(*items: object, **options: object) -> Any:
         items = tuple(map(plain, items))
         found = list(items[0]) if len(items) == 1 and isinstance(items[0], (list, tuple)) else list(items)
         if not options and len(found) > 1 and _are_sizes(found):
@@ -248,7 +248,7 @@ def _best(
     return best
 
 
-def _bool(*args: Any) -> Any:
+def _bool(*args: object) -> Any:
     return bool(_len(args[0])) if args and grown(args[0]) else NUMBERS[bool](*args)
 
 

@@ -220,11 +220,11 @@ class LoopStaging:
             raise Retry(self)
         return found
 
-    def _bases(self, value: Any) -> list[Bases]:
+    def _bases(self, value: object) -> list[Bases]:
         """The bases of the memory that a name holds after an iteration."""
         return [bases_of(self.recorder, leaf) for leaf in tree_flatten(value)[0]]
 
-    def _stays(self, place: int, value: Any, mine: Sequence[Tensor]) -> bool:
+    def _stays(self, place: int, value: object, mine: Sequence[Tensor]) -> bool:
         """Whether a name keeps the tensors given to the iteration, and so holds outside tensors throughout."""
         outside = tree_flatten(self.before[place])[0]
         if all(leaf is given for leaf, given in zip(tree_flatten(value)[0], mine, strict=False)):
@@ -233,7 +233,7 @@ class LoopStaging:
         self.lost += [(outer, name) for given, outer in zip(mine, outside, strict=False) if _is_written(given)]
         return False
 
-    def _new(self, place: int, value: Any, old: Any) -> bool:
+    def _new(self, place: int, value: object, old: object) -> bool:
         """Handle a name that is not carried: unchanged, or set for the first time."""
         st = self.st
         name = st.label(st.names[place])
@@ -265,7 +265,7 @@ class LoopStaging:
         spec = spec_of(tensor)
         return Spec(spec.dtype, now(self.recorder, spec), spec.device)
 
-    def _carried(self, place: int, value: Any, form: TreeSpec, mine: Sequence[Any]) -> list[Any]:
+    def _carried(self, place: int, value: object, form: TreeSpec, mine: Sequence[Any]) -> list[Any]:
         st = self.st
         name = st.label(st.names[place])
         leaves, got = tree_flatten(value)
@@ -423,7 +423,7 @@ class _Attempt:
                 result.rows, st.place, lambda rows, bases: stage.aliases.share_elements(st, rows, bases, carried)
             )
 
-    def _condition(self, *carried: Any) -> list[Any]:
+    def _condition(self, *carried: object) -> list[Any]:
         assert self.iterations.test is not None
         self.stage.set(carried[self.head : len(self.start)])
         with self.st.body(True):

@@ -29,6 +29,8 @@ from tfnb.control_flow.staging.lists import item as item_of
 from tfnb.control_flow.staging.looping import Iterations, LoopStaging, staged_loop
 from tfnb.control_flow.staging.python_numbers import given, needed
 from tfnb.control_flow.staging.statement import (
+    Setter,
+    State,
     Statement,
     as_number,
     as_test,
@@ -45,13 +47,10 @@ from tfnb.control_flow.structure import recorder_if_open, sample_truth
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.subgraphs.capture import Savepoint
 
-State = Callable[[], tuple[Any, ...]]
-
-
 # -- names --------------------------------------------------------------------------------------------------------
 
 
-def ld(value: Any) -> Any:
+def ld(value: object) -> Any:
     """The value of a name at a read."""
     return value.read() if isinstance(value, Undefined) else value
 
@@ -74,7 +73,7 @@ class scope:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         status.active -= 1
 
-    def ret(self, value: Any, returned: Any) -> Any:
+    def ret(self, value: object, returned: Any) -> Any:
         """The result of a function. If only a run knows whether it returned, the run must agree with the samples."""
         if isinstance(value, UndefinedReturnValue):
             return None
@@ -120,7 +119,7 @@ def of_frame(function: Callable[..., Any], names: dict[str, Any] | None, *args: 
 
 
 def if_stmt(
-    test: object, body: Callable[[], None], orelse: Callable[[], None], get: State, set: Callable[[Any], None],
+    test: object, body: Callable[[], None], orelse: Callable[[], None], get: State, set: Setter,
     names: tuple[str, ...], wanted: int,
 ) -> None:  # fmt: skip
     """``if test: body() else: orelse()``; the first ``wanted`` names are needed afterwards."""
@@ -133,7 +132,7 @@ def if_stmt(
 
 
 def while_stmt(
-    test: Callable[[], Any], body: Callable[[], None], get: State, set_: Callable[[Any], None], names: tuple[str, ...],
+    test: Callable[[], Any], body: Callable[[], None], get: State, set_: Setter, names: tuple[str, ...],
     options: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """``while test(): body()``; staged from the iteration on that a recorded tensor decides about."""
@@ -177,7 +176,7 @@ def _iterations(stage: Callable[[], LoopStaging], test: Callable[[], Any], body:
 
 
 def for_stmt(
-    items: Any, more: Callable[[], Any] | None, body: Callable[[Any], None], get: State, set: Callable[[Any], None],
+    items: Any, more: Callable[[], Any] | None, body: Callable[[Any], None], get: State, set: Setter,
     names: tuple[str, ...], options: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """``for each in items: body(each)`` as long as ``more()``."""
@@ -292,7 +291,7 @@ def if_exp(test: Any, body: Callable[[], Any], orelse: Callable[[], Any]) -> Any
     return chosen("if else", recorder, test, body, orelse)
 
 
-def and_(first: Any, rest: Callable[[], Any]) -> Any:
+def and_(first: object, rest: Callable[[], Any]) -> Any:
     """``first and rest()``."""
     test = _asked(first)
     recorder = recorder_for(test)
@@ -301,7 +300,7 @@ def and_(first: Any, rest: Callable[[], Any]) -> Any:
     return chosen("and", recorder, test, rest, lambda: _like(first))
 
 
-def or_(first: Any, rest: Callable[[], Any]) -> Any:
+def or_(first: object, rest: Callable[[], Any]) -> Any:
     """``first or rest()``."""
     test = _asked(first)
     recorder = recorder_for(test)
@@ -310,7 +309,7 @@ def or_(first: Any, rest: Callable[[], Any]) -> Any:
     return chosen("or", recorder, test, lambda: _like(first), rest)
 
 
-def not_(item: Any) -> Any:
+def not_(item: object) -> Any:
     """``not item``."""
     item = _asked(item)
     if recorder_for(item) is None:
@@ -329,7 +328,7 @@ _NEW = {name: getattr(operator, function.__name__[1:], None) for name, function 
 }  # fmt: skip
 
 
-def augmented(kind: str, item: Any, value: Any) -> Any:
+def augmented(kind: str, item: object, value: object) -> Any:
     """``item += value``; a number becomes a new number, never the same tensor with another value."""
     item = ld(item)
     if not is_number(item):
@@ -337,7 +336,7 @@ def augmented(kind: str, item: Any, value: Any) -> Any:
     return as_number(_NEW[kind](item, value))
 
 
-def _changed_in_place(kind: str, item: Any, value: Any) -> Any:
+def _changed_in_place(kind: str, item: object, value: object) -> Any:
     function = _AUGMENTED[kind]
     if isinstance(item, CONTAINERS) and status.depth:
         refuse_change(item, f"{function.__name__}()")
@@ -348,7 +347,7 @@ def _changed_in_place(kind: str, item: Any, value: Any) -> Any:
     return function(item, value)
 
 
-def _like(first: Any) -> Any:
+def _like(first: object) -> Any:
     return first.clone() if isinstance(first, torch.Tensor) else first
 
 
@@ -358,7 +357,7 @@ def rebinds(*names: str) -> None:
         raise CannotStage(f"a function called in it sets {', '.join(names)} of outside")
 
 
-def items(owner: Any) -> Any:
+def items(owner: object) -> Any:
     """The items that a comprehension or a ``*`` goes over."""
     recorder = _staging()
     if recorder is not None and iterations_of(plain(owner)) is not None:

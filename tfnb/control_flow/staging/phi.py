@@ -112,7 +112,7 @@ class Phi:
             parts.append(self._leaf(place, at, a, b, part_of(label, path)))
         return lambda results: tree_unflatten([part(results) for part in parts], form)
 
-    def _leaf(self, place: int, at: int, a: Any, b: Any, label: str) -> Callable[[list[Any]], Any]:
+    def _leaf(self, place: int, at: int, a: object, b: object, label: str) -> Callable[[list[Any]], Any]:
         if a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and same(a, b)):
             return lambda _: a
         known = self._known(True, a)
@@ -144,7 +144,7 @@ class Phi:
 
         return made
 
-    def _known(self, side: bool, leaf: Any) -> bool | None:
+    def _known(self, side: bool, leaf: object) -> bool | None:
         """The truth of a leaf on this side implied by the test alone, for flags of a function's return."""
         if isinstance(leaf, bool):
             return leaf
@@ -182,7 +182,7 @@ class Phi:
             )  # fmt: skip
         return dtype
 
-    def _value(self, side: bool, place: int, at: int, leaf: Any, dtype: torch.dtype | None) -> Value:
+    def _value(self, side: bool, place: int, at: int, leaf: object, dtype: torch.dtype | None) -> Value:
         after, recorder = self.sides[side], self.st.recorder
         if (place, at) in after.outputs:
             return after.outputs[place, at]
@@ -261,11 +261,11 @@ class Phi:
         return bound_outside(recorder, spec_inside(recorder, after.region, output))
 
 
-def _is_tensor(item: Any) -> bool:
+def _is_tensor(item: object) -> bool:
     return isinstance(item, torch.Tensor) and not is_number(item)
 
 
-def _unlike(label: str, a: Any, b: Any) -> str:
+def _unlike(label: str, a: object, b: object) -> str:
     """The reason why the branches' values do not form one graph value."""
     text = f"{label} is {kind(a)} in one branch and {kind(b)} in the other"
     if (a is None and _is_tensor(b)) or (b is None and _is_tensor(a)):

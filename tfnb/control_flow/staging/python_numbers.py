@@ -48,7 +48,7 @@ def _kind(tensor: Tensor, kind: type | None) -> torch.dtype:
 def _taken(function: Callable[..., Any], kind: type | None) -> Callable[..., Any]:
     """``float`` and the like, leaving recorded values in the graph."""
 
-    def number(*args: Any, **kwargs: Any) -> Any:
+    def number(*args: object, **kwargs: object) -> Any:
         found = _recorded(args[0]) if len(args) == 1 and not kwargs else None
         return function(*args, **kwargs) if found is None else _number(*found, _kind(found[1], kind))
 
@@ -71,7 +71,7 @@ def _round(number: Any, digits: int | None = None) -> Any:
     return _number(recorder, recorder.handle(rounded), torch.int64 if digits is None else rounded.dtype)
 
 
-def needed(item: Any) -> Any:
+def needed(item: object) -> Any:
     """The sample's number in place of a recorded one; a run must have the same."""
     found = _recorded(item)
     if found is None:

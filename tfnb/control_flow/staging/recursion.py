@@ -70,7 +70,7 @@ class Function:
         self.limit = limit
         self._fn, self._convert, self._name = fn, convert, clean(getattr(fn, "__name__", "function").strip("<>"))
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else _Method(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ class Function:
         definition = RecursiveDefinition(recorder, self._name, self.limit, [spec_of(t) for t in call.given])
         definition.generalise()
 
-        def body(*given: Any) -> list[Any]:
+        def body(*given: object) -> list[Any]:
             args, kwargs = call.arguments(given)
             leaves, definition.form = flat(self._convert(self._fn)(*args, **kwargs))
             return list(tensors(recorder, leaves, self._name))
@@ -143,10 +143,10 @@ class Call:
 class _Method:
     """A function of a class, called on one object."""
 
-    def __init__(self, of: Function, instance: Any) -> None:
+    def __init__(self, of: Function, instance: object) -> None:
         self._of, self._instance = of, instance
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self._of(self._instance, *args, **kwargs)
 
 
@@ -156,7 +156,7 @@ def _kind(leaf: torch.Tensor | Variable) -> Hashable:
     return leaf.dtype, leaf.dim(), leaf.device
 
 
-def _fixed(leaf: Any) -> Hashable:
+def _fixed(leaf: object) -> Hashable:
     try:
         hash(leaf)
     except TypeError:

@@ -29,6 +29,8 @@ from tfnb.recording.writes.aliases import REFUSED
 
 NUMBERS = (bool, int, float, complex)
 EXPRESSION = "the expression"  # stands among the names for the value of one that has none
+State = Callable[[], tuple[Any, ...]]  # the values of a statement's names
+Setter = Callable[[Any], None]  # takes new values of these names
 _DEEP = 12  # branches and loops inside of each other
 
 
@@ -76,30 +78,30 @@ def as_test(test: object) -> Any:
     return test != 0 if isinstance(test, (torch.SymInt, torch.SymFloat)) else test
 
 
-def tensor_of(recorder: Recorder, item: Any) -> Tensor:
+def tensor_of(recorder: Recorder, item: object) -> Tensor:
     """A tensor, number or size as a recorded tensor."""
     return recorder.fresh(recorder._as_tensor(of_size(item)))
 
 
-def is_value(item: Any) -> bool:
+def is_value(item: object) -> bool:
     """Whether a graph can hold an item."""
     return isinstance(item, (torch.Tensor, Variable, *SIZES, *NUMBERS))
 
 
-def plain_number(item: Any) -> Any:
+def plain_number(item: object) -> Any:
     """A Python number of the kind of a size; other items unchanged."""
     kinds: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
     return kinds.get(type(item), item)
 
 
-def as_number(item: Any) -> Any:
+def as_number(item: object) -> Any:
     """A tensor as a stand-in for a Python number: ``+=`` makes a new tensor."""
     if isinstance(item, Tensor):
         item._is_number = True  # type: ignore[attr-defined]
     return item
 
 
-def is_number(item: Any) -> bool:
+def is_number(item: object) -> bool:
     """Whether a tensor stands for a Python number."""
     return isinstance(item, Tensor) and getattr(item, "_is_number", False)
 

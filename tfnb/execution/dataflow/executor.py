@@ -89,7 +89,7 @@ class Here:
         """Whether nothing was sent that nobody wanted, and nobody waits, but for words on how far loops are."""
         return all(edge == ACKNOWLEDGE for edge, _ in (*self._sent, *self._wanted))
 
-    def tell(self, edge: int, to: int, tag: tuple[int, ...], value: Any, dead: tuple[int, int] | None) -> None:
+    def tell(self, edge: int, to: int, tag: tuple[int, ...], value: object, dead: tuple[int, int] | None) -> None:
         """See `tfnb.execution.dataflow.machine.Peers`."""
         deliver = self._wanted.pop((edge, tag), None)
         if deliver is not None:
@@ -210,7 +210,7 @@ class Driver:
         finally:
             self.runner.is_blocked = False
 
-    def _arrived(self, task: Task | Acknowledgement, value: Any, dead: tuple[int, int] | None) -> None:
+    def _arrived(self, task: Task | Acknowledgement, value: object, dead: tuple[int, int] | None) -> None:
         """From any thread."""
         self.inbox.put(ReceivedValue(task, value, dead))
 
@@ -251,7 +251,7 @@ class Driver:
             attempt.machine.submit(attempt, before)
         return attempt
 
-    def _own(self, value: Any) -> torch.Tensor:
+    def _own(self, value: object) -> torch.Tensor:
         """A value to enqueue, in memory of its own; memory enqueued before belongs to its queue."""
         found: torch.Tensor = (BorrowedMemory(self.put) if self.put else self.borrowed).own(self.borrowed.own(value))
         self.put.append(found)
@@ -374,7 +374,7 @@ class Dataflow:
         return tracer, self._planned(tracer.watching)
 
     def compute(
-        self, feeds: Iterable[torch.Tensor], storages: Sequence[torch.Tensor], run: int = 0, forward: Any = None,
+        self, feeds: Iterable[torch.Tensor], storages: Sequence[torch.Tensor], run: int = 0, forward: object = None,
         cut: VariableSnapshot | None = None, meet: Meet | None = None, *, is_traced: bool = False,
     ) -> tuple[list[torch.Tensor | None], Pending]:  # fmt: skip
         """Fetched values, and the writes of the step; no Variable is written.

@@ -44,7 +44,7 @@ class Peers(Protocol):
     def round(self) -> int:
         """The number of the round."""
 
-    def tell(self, edge: int, to: int, tag: tuple[int, ...], value: Any, dead: tuple[int, int] | None) -> None:
+    def tell(self, edge: int, to: int, tag: tuple[int, ...], value: object, dead: tuple[int, int] | None) -> None:
         """Send a value to part number ``to`` without waiting; of a dead value, `Dead.switch` and `Dead.pred`."""
 
     def want(self, edge: int, tag: tuple[int, ...], deliver: Callable[[Any, tuple[int, int] | None], None]) -> None:
@@ -346,7 +346,7 @@ class Machine:
             self._send(step.outs[-1], waits, iteration)
         return False
 
-    def _enter(self, step: Step, value: Any, iteration: Iteration) -> None:
+    def _enter(self, step: Step, value: object, iteration: Iteration) -> None:
         frame = self._frame(step, iteration)
         frame.enters -= 1
         if not step.constant:
@@ -368,7 +368,7 @@ class Machine:
             self._start(frame)
         return frame
 
-    def _next(self, step: Step, value: Any, iteration: Iteration) -> Iteration | None:
+    def _next(self, step: Step, value: object, iteration: Iteration) -> Iteration | None:
         """The iteration that receives a value sent on to the next one; None if the value must wait."""
         frame = iteration.frame
         target = frame.iterations.get(iteration.number + 1)
@@ -391,7 +391,7 @@ class Machine:
 
     # -- values -----------------------------------------------------------------------------------------------
 
-    def _send(self, edges: list[tuple[Step, int]], value: Any, iteration: Iteration) -> None:
+    def _send(self, edges: list[tuple[Step, int]], value: object, iteration: Iteration) -> None:
         """Deliver a value. Forwarding steps (Merge, Switch, NextIteration) and short calls are executed at once."""
         more: list[tuple[list[tuple[Step, int]], Any, Iteration]] = []
         while True:

@@ -237,31 +237,11 @@ class Planner:
     def _region(self, members: Sequence[int], taken: Sequence[Port]) -> None:
         """The step that computes some nodes with generated code."""
         found = [self.flow.ops[number] for number in members]
-        first, ids = found[0], {node_of(op).id for op in found}
-        given: dict[Port, Node] = {}
-
-        def value(port: Port, spec: Spec) -> Value:
-            if port.op in members:
-                return node_of(self.flow.ops[port.op]).value(port.index)
-            if port not in given:
-                name = f"input_{len(given)}"
-                given[port] = Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(spec,))
-            return given[port].value()
-
-        nodes, after = [], []
-        for op in found:
-            node = node_of(op)
-            inputs = [value(p, self._spec(op, v)) for p, v in zip(op.inputs, node.inputs, strict=True)]
-            for spec, port in op.sizes:
-                value(port, spec)
-            after += [port for port in op.after if port.op not in members]
-            nodes.append(replace(node, inputs=tuple(inputs), control=tuple(i for i in node.control if i in ids)))
+        first = found[0]
         ends = [port for port in taken if self._is_end(port)]
         outs = [port for port in taken if port not in ends]
-        subgraph = Subgraph(
-            Contents((*given.values(), *distinct(nodes))), tuple(node.value() for node in given.values()),
-            tuple(node_of(self.flow.ops[port.op]).value(port.index) for port in outs),
-        )  # fmt: skip
+        subgraph, given = self._subgraph(members, outs)
+        after = [port for op in found for port in op.after if port.op not in members]
         outputs = [value for value in subgraph.outputs if value is not None]
         program = subprogram(subgraph, outputs, self.seed, once=_UNSTACKED if self.is_cut else ONCE)
         self.programs.append(program)
@@ -278,6 +258,32 @@ class Planner:
         step.phase = phase(schedule, is_backward=all(is_backward(node_of(op)) for op in found))
         self.makers.update({port: (step, index) for index, port in enumerate(outs)})
         self.makers.update({port: (step, len(outs)) for port in ends})
+
+    def _subgraph(self, members: Sequence[int], outs: Sequence[Port]) -> tuple[Subgraph, list[Port]]:
+        """The nodes of a region with these outputs, and the ports from outside that its inputs stand for."""
+        found = [self.flow.ops[number] for number in members]
+        ids = {node_of(op).id for op in found}
+        given: dict[Port, Node] = {}
+
+        def value(port: Port, spec: Spec) -> Value:
+            if port.op in members:
+                return node_of(self.flow.ops[port.op]).value(port.index)
+            if port not in given:
+                name = f"input_{len(given)}"
+                given[port] = Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(spec,))
+            return given[port].value()
+
+        nodes = []
+        for op in found:
+            node = node_of(op)
+            inputs = [value(p, self._spec(op, v)) for p, v in zip(op.inputs, node.inputs, strict=True)]
+            for spec, port in op.sizes:
+                value(port, spec)
+            nodes.append(replace(node, inputs=tuple(inputs), control=tuple(i for i in node.control if i in ids)))
+        return Subgraph(
+            Contents((*given.values(), *distinct(nodes))), tuple(node.value() for node in given.values()),
+            tuple(node_of(self.flow.ops[port.op]).value(port.index) for port in outs),
+        ), list(given)  # fmt: skip
 
     def _is_end(self, port: Port) -> bool:
         """Whether a port tells that a node is done, and has no value."""
@@ -301,7 +307,7 @@ class Planner:
             self.edges.setdefault(port, []).append((step, -1))
         return step
 
-    def _preset(self, step: Step, value: Any) -> None:
+    def _preset(self, step: Step, value: object) -> None:
         """A last argument of the step's call that is always the same."""
         step.frame.slots.append(value)
         step.stop += 1
@@ -309,50 +315,62 @@ class Planner:
     def _op(self, number: int) -> None:
         """Make the step of an op outside of regions; none for inputs and aliases of other ports."""
         op = self.flow.ops[number]
-        node = op.node
-        inputs, after = list(op.inputs), list(op.after)
+        if op.kind in (frames.FEED, frames.RUN):
+            return
         if op.kind in _CONTROL:
-            frame = self.flow.frames[op.frame].parent if op.kind == frames.ENTER else op.frame
-            step = self._step(_CONTROL[op.kind], frame, None, inputs, after)
-            if op.kind == frames.ENTER:
-                step.inner, step.constant = self.templates[op.frame], op.part[1]
-                step.inner.enters += 1
-            step.number = number
-            outs = 2 if op.kind == frames.SWITCH else 1
-            step.outs = [[] for _ in range(outs)]
+            step, outs = self._control(number, op)
         elif op.kind == frames.NODE:
-            assert node is not None
+            node = node_of(op)
             if node.op == "tfnb.placeholder":
                 raise unfed(node, node.name)
             if node.op in ("tfnb.read", "tfnb.assign", "tfnb.constant"):
                 return
-            if "queue" in node.attrs:
-                step, outs = self._step(WAIT, op.frame, None, inputs, after), len(node.outputs) + 2
-                step.number = number
-                step.outs = [[] for _ in range(outs)]
-            elif node.op == "tfnb.guard":
-                step, outs = self._step(CALL, op.frame, guarding(node), inputs, after), 1
-            elif number in self.updates:
-                step, outs = self._step(CALL, op.frame, left_to_commit(node), inputs, after), len(node.outputs) + 1
-            else:
-                step, outs = self._step(CALL, op.frame, nothing, [], [*inputs, *after]), 1
-        elif op.kind in (frames.FEED, frames.RUN):
-            return
+            step, outs = self._node(number, op, node)
         elif op.kind in (SENT, RECEIVES):
-            edge: Edge = op.part
-            is_sent = op.kind == SENT
-            step = self._step(SEND if is_sent else RECV, op.frame, SENDS[edge.kind], inputs, after)
-            step.number, step.to, outs = edge.number, (edge.to if is_sent else edge.source).number, 0 if is_sent else 1
-            step.outs = [[] for _ in range(outs)]
+            step, outs = self._crossing(op)
         else:
             sizes = [port for _, port in op.sizes]
             call = CALLS[op.kind](op, sizes_of([spec for spec, _ in op.sizes]))
             kind, outs = (SHORT, 1) if op.kind in _SHORT else (CALL, 2)
-            step = self._step(kind, op.frame, call, [*inputs, *sizes], after)
+            step = self._step(kind, op.frame, call, [*op.inputs, *sizes], op.after)
             step.outs = [[] for _ in range(outs)]
         step.op = op
         for index in range(outs):
             self.makers[Port(number, index)] = step, index
+
+    def _control(self, number: int, op: Op) -> tuple[Step, int]:
+        """The step of a Switch, Merge, Enter, Exit or NextIteration, and the number of its outputs."""
+        frame = self.flow.frames[op.frame].parent if op.kind == frames.ENTER else op.frame
+        step = self._step(_CONTROL[op.kind], frame, None, op.inputs, op.after)
+        if op.kind == frames.ENTER:
+            step.inner, step.constant = self.templates[op.frame], op.part[1]
+            step.inner.enters += 1
+        step.number = number
+        outs = 2 if op.kind == frames.SWITCH else 1
+        step.outs = [[] for _ in range(outs)]
+        return step, outs
+
+    def _node(self, number: int, op: Op, node: Node) -> tuple[Step, int]:
+        """The step of a queue operation, guard, update or node without a kernel, and the number of its outputs."""
+        if "queue" in node.attrs:
+            step, outs = self._step(WAIT, op.frame, None, op.inputs, op.after), len(node.outputs) + 2
+            step.number = number
+            step.outs = [[] for _ in range(outs)]
+            return step, outs
+        if node.op == "tfnb.guard":
+            return self._step(CALL, op.frame, guarding(node), op.inputs, op.after), 1
+        if number in self.updates:
+            return self._step(CALL, op.frame, left_to_commit(node), op.inputs, op.after), len(node.outputs) + 1
+        return self._step(CALL, op.frame, nothing, [], [*op.inputs, *op.after]), 1
+
+    def _crossing(self, op: Op) -> tuple[Step, int]:
+        """The step of a Send or a Receive, and the number of its outputs."""
+        edge: Edge = op.part
+        is_sent = op.kind == SENT
+        step = self._step(SEND if is_sent else RECV, op.frame, SENDS[edge.kind], op.inputs, op.after)
+        step.number, step.to, outs = edge.number, (edge.to if is_sent else edge.source).number, 0 if is_sent else 1
+        step.outs = [[] for _ in range(outs)]
+        return step, outs
 
 
 # -- facts of ops -----------------------------------------------------------------------------------------------------

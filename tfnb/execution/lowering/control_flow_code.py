@@ -168,7 +168,7 @@ class Loop:
         found = of_rows(self.node, [self.rows[place] for place in places], {})
         return replace(found, bytes=each, known=bool(each)).refused(iteration, space.bytes, why)
 
-    def products(self, xs: Any, captures: object) -> list[RowProducts]:
+    def products(self, xs: object, captures: object) -> list[RowProducts]:
         """The sequences of products that no iteration makes."""
         return [self._ahead(product, xs, captures) for product in self.apart.ahead]
 
@@ -243,7 +243,7 @@ class Cond:
         self.same = passed_on(node, self.places, self.branches.values())
         self.__name__ = "cond"  # for the generated code
 
-    def __call__(self, run: int, pred: Any, operands: Any, shapes: object) -> list[torch.Tensor]:
+    def __call__(self, run: int, pred: object, operands: Any, shapes: object) -> list[torch.Tensor]:
         way, watch = bool(pred), _watching.watch
         program, missing = self.branches[way]
         forward = program.forward if watch is None else watch.side(self, way)

@@ -96,7 +96,7 @@ class NativeLoop:
         self.__name__ = "native_loop"  # for the generated code
 
     def __call__(
-        self, run: int, init: Any, xs: Sequence[Any], captures: object, limit: object, rows: Any
+        self, run: int, init: object, xs: Sequence[Any], captures: object, limit: object, rows: Any
     ) -> Sequence[torch.Tensor]:
         shapes = [rows[place] for place in self.loop.rows]
         key = _key(init, xs, captures, shapes)
@@ -106,7 +106,7 @@ class NativeLoop:
         outs = None if made is None else made(init, xs, captures, number(limit))
         return self.loop(run, init, xs, captures, limit, rows) if outs is None else outs
 
-    def _compiled(self, init: Any, xs: Sequence[Any], captures: object, shapes: object) -> _CompiledLoop | None:
+    def _compiled(self, init: object, xs: Sequence[Any], captures: object, shapes: object) -> _CompiledLoop | None:
         try:
             made = _CompiledLoop(self.loop, init, xs, captures, shapes)
         except Exception as error:  # inductor raises anything; it runs as before

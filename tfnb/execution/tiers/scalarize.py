@@ -174,7 +174,7 @@ class _NumberWriter:
         found = expression(op, args, node.kwargs, spec.dtype)
         return None if found is None or found.dtype is not spec.dtype else found
 
-    def _operand(self, arg: Any) -> Any:
+    def _operand(self, arg: object) -> Any:
         if isinstance(arg, fx.Node):
             found = self.numbers.get(arg)
             return _NOT if found is None else found if arg in self.known else Number(arg, found.dtype)
@@ -244,13 +244,13 @@ class _NumberWriter:
             return self.made[arg]
         return self._tensor(arg)
 
-    def _result(self, place: int, value: Any) -> Any:
+    def _result(self, place: int, value: object) -> Any:
         if not isinstance(value, fx.Node):
             return value
         computed = value in self.chosen and value not in self.sources
         return self._number(value) if place in self.wanted or (place in self.free and computed) else self._tensor(value)
 
-    def _expression(self, made: Any) -> Any:
+    def _expression(self, made: object) -> Any:
         if isinstance(made, fx.Node):
             return self._number(made)
         if isinstance(made, tuple):

@@ -105,7 +105,7 @@ class Tiers:
     `FUSED` that fits.
     """
 
-    def __init__(self, program: Any, mode: Mode) -> None:
+    def __init__(self, program: Program, mode: Mode) -> None:
         self.program, self.mode, self._generated = program, mode, GeneratedCode(program)
         self._sizes: dict[tuple[torch.Size, ...], Sizes] = {}
         self._own, self._axes = 0, tuple[Axis, ...]()

@@ -204,7 +204,7 @@ def _branches(n: Forward, dys: Cotangents, forms: dict[int, bool], path: str) ->
     return entries
 
 
-def _of_lengths(recorder: Recording, dy: Any, part: ForwardPart, output: Value | None) -> Any:
+def _of_lengths(recorder: Recording, dy: object, part: ForwardPart, output: Value | None) -> Any:
     """A cotangent with the sizes of this branch, if sides differ: as rows of the cotangent, in full number.
 
     To say that the sizes are equal would say it of the other branch too.

@@ -66,7 +66,7 @@ def _one_a_row(n: Forward) -> torch.Tensor | None:
     return index[(slice(None), *[0] * (index.dim() - 1))] if whole and same else None
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     """Whether two sizes are surely the same, without a guard."""
     return str(a) == str(b)
 

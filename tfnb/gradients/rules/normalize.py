@@ -17,7 +17,7 @@ aten = torch.ops.aten
 # -- batch norm ------------------------------------------------------------------------------------------------
 
 
-def _batch_norm(n: Forward, dy: torch.Tensor, mean: Any, invstd: Any, train: bool) -> dict[str, Any]:
+def _batch_norm(n: Forward, dy: torch.Tensor, mean: object, invstd: object, train: bool) -> dict[str, Any]:
     x, w = n["input"], n["weight"]
     bias = n["bias"] is not None
     mask = [n.needs("input"), n.needs("weight"), n.needs("bias")]

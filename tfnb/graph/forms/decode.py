@@ -198,20 +198,20 @@ class _Reader:
         return field(document, key, list, "file", [])
 
     @staticmethod
-    def _source(record: Any, path: str) -> SourceLine:
+    def _source(record: object, path: str) -> SourceLine:
         match record:
             case [str(label), int(line), str(text)] if not isinstance(line, bool):
                 return SourceLine(label, line, text)
         raise GraphFormatError(f"{path}: expected [label, line, text], found {_short(record)}")
 
     @staticmethod
-    def _owner(record: Any, path: str) -> Owner:
+    def _owner(record: object, path: str) -> Owner:
         match record:
             case [str(key), int(index)] if not isinstance(index, bool):
                 return Owner(key, index)
         raise GraphFormatError(f"{path}: expected [key, index], found {_short(record)}")
 
-    def _declared(self, label: str, record: Any, given: Mapping[str, Variable]) -> Variable:
+    def _declared(self, label: str, record: object, given: Mapping[str, Variable]) -> Variable:
         path = f"variables.{label[:60]}"
         fields = dict(only(record, SPEC | {"trainable", "partitions", "partition_bytes"}, path))
         trainable = field(fields, "trainable", bool, path)
@@ -430,7 +430,7 @@ class _Reader:
                     return kind, found
         raise GraphFormatError(f"{path}: expected a kind of queue and its options, found {_short(body)}")
 
-    def component(self, part: Any, path: str) -> tuple[torch.dtype, tuple[int | None, ...] | None]:
+    def component(self, part: object, path: str) -> tuple[torch.dtype, tuple[int | None, ...] | None]:
         match part:
             case [str(dtype), None]:
                 return self.constant(torch.dtype, dtype, path), None

@@ -140,7 +140,7 @@ class Partition:
         return self.homes[port.op].place
 
     def _by_place(self, end: End) -> dict[Place, End]:
-        """An end by the place that wants it; an end without a port is split by the homes of its ports."""
+        """The end of each place. An end that only waits for ports is split by the homes of these ports."""
         if end.port is not None or end.at is not None or not end.after:
             return {self._place(end): end}
         homes: dict[Place, list[Port]] = {}

@@ -209,7 +209,7 @@ class _FlowLowering:
         self, outer: _ScopeLowering, node: Node, part: str, given: Sequence[Port], *, frame: int, pivot: Port,
         free: Iterable[Port] = (), run: Port | None = None, tokens: Mapping[Any, Port] | None = None,
     ) -> _ScopeLowering:  # fmt: skip
-        """Lower the scope of a subgraph. given: its inputs; free: those live even if the scope does not run."""
+        """Lower the scope of a subgraph. given: ports of its inputs; free: ports alive without the scope."""
         subgraph: Subgraph = node.attrs[part]
         contents = subgraph.contents
         ports = dict(zip(subgraph.inputs, given, strict=True))
@@ -235,7 +235,7 @@ class _FlowLowering:
         pred = Port(self.emit(place, TRUTH, (place.ports[node.inputs[attrs["pred"].input]],), node=node))
         place.done[node.id] = (pred,)  # of branches without outputs there is no more to wait for
 
-        def switch(port: Port, part: Any) -> int:
+        def switch(port: Port, part: object) -> int:
             return self.emit(place, SWITCH, (port, pred), node=node, part=part, after=after)
 
         gate = switch(pred, "pred")
@@ -291,7 +291,7 @@ class _LoopLowering:
         """An op inside of the frame that belongs to no scope there."""
         return Port(self.to.emit(self.place, kind, inputs, frame=self.frame, node=self.node, **more))
 
-    def enter(self, port: Port, part: Any, *, constant: bool = True) -> Port:
+    def enter(self, port: Port, part: object, *, constant: bool = True) -> Port:
         """Into the frame; a constant is there in every iteration."""
         bound = self.place.pivot is None or port in self.place.bound
         after = self.after if bound else (*self.after, self.place.pivot)

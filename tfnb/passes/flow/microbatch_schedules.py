@@ -28,7 +28,7 @@ def window(schedule: str, stage: int, stages: int, microbatches: int) -> int:
 
 
 def phase(schedule: str, *, is_backward: bool) -> int:
-    """What comes first of what is ready, before the number of the microbatch decides: less.
+    """The priority of a ready step: lower numbers come first, then the lower number of the microbatch.
 
     >>> phase("gpipe", is_backward=True), phase("1f1b", is_backward=True)
     (1, 0)
@@ -42,9 +42,9 @@ def is_backward(node: Node) -> bool:
 
 
 def stages(flow: Flow, homes: Sequence[Home], frame: int) -> tuple[Place, ...]:
-    """The places that do forward nodes of a loop, in the order in which values pass through them.
+    """The places of a loop's forward nodes, in the order of the values that pass through the places.
 
-    A place comes behind those that its values have crossed; of places alike in that the one that is used first.
+    A place comes behind the places that its values have crossed; among equals the place that is used first is first.
     """
     crossed: dict[int, int] = {}  # by op, how often the values that lead to it went to another place
     depth: dict[Place, int] = {}

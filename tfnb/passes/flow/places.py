@@ -171,7 +171,7 @@ def _is_anywhere(flow: Flow, op: Op) -> bool:
 
 
 def _is_filled(node: Node) -> bool:
-    """Whether a node fills a tensor of known size with a number, and asks for no place: sending it would cost more."""
+    """Whether a node fills a tensor of known size with a number, and asks for no place: a Send would cost more."""
     return node.op == "aten.full.default" and not (node.inputs or node.symbols or node.control or node.device)
 
 

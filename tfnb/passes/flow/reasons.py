@@ -26,7 +26,7 @@ _UNSEEN = (ELSEWHERE, frames.RUN, frames.START)
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that crosses between two places: its name, size in words, and how much of it crosses."""
+    """A crossing from one place to another: the name of the value, its size in words, and the kind of the edge."""
 
     name: str
     source: Place

@@ -105,7 +105,7 @@ def in_parts(step: StepGraph, wanted: CutOptions | None = None) -> StepFlow:
 
 
 def optimized_step(step: StepGraph) -> StepGraph:
-    """The step after all passes before the cut, on which places that cut for themselves must agree."""
+    """The step after all passes before the cut. Places that cut for themselves must agree on this step."""
     graph = with_fed(optimized(step, last=(stack,)), step.whole, step.feeds)
     return StepGraph(graph, graph, step.fetches, step.feeds)
 

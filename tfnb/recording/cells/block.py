@@ -28,7 +28,7 @@ from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
 from tfnb.graph.setting import setting
 from tfnb.recording.cells.draw_flow import notes_of_draws, unheard_draws
-from tfnb.recording.cells.new_contents import drop_unreachable_data, replaced
+from tfnb.recording.cells.new_contents import Replacement, drop_unreachable_data, replaced
 from tfnb.recording.cells.size_letters import substitute, unified_guards
 from tfnb.recording.cells.statements import LEFT, Note, attached
 from tfnb.recording.dispatch.function_mode import Functions
@@ -112,7 +112,7 @@ def record(
 
     graph: None for a new unnamed graph, a name for a new graph of that name, a Graph to append to. device: where
     factories and placeholders go. lazy: shapes only, no values. Raises whatever the block raises, with the graph
-    unchanged.
+    unchanged. Raises InvalidArgument for a name of several words.
 
     >>> from tfnb.recording import placeholder
     >>> with record() as g:
@@ -255,11 +255,7 @@ def _opened(
                 lost = _commit(recorder, before, names(), bound, raise_held, append=append, body=body)
                 _keep_guards(recorder, is_cell=is_cell)
         except BaseException as error:
-            recorder.leave()
-            _in_letters(recorder, error)
-            _explain_key(recorder, error)
-            recorder.space.forget({node.id for node in recorder.new})
-            graph.stale.update((node.id, _failed(node)) for node in recorder.new)
+            _take_back(recorder, error)
             if failed is not None and isinstance(error, Exception):
                 failed(*_attempted(recorder, error))
             raise
@@ -272,6 +268,15 @@ def _opened(
                 warnings.warn(str(note), stacklevel=user_level(None))
             elif not note.uses_queues:
                 graph.attached.setdefault(LEFT, []).append(note)
+
+
+def _take_back(recorder: Recorder, error: BaseException) -> None:
+    """End a recording that failed: its nodes become stale, and the error is put in the user's words."""
+    recorder.leave()
+    _in_letters(recorder, error)
+    _explain_key(recorder, error)
+    recorder.space.forget({node.id for node in recorder.new})
+    recorder.graph.stale.update((node.id, _failed(node)) for node in recorder.new)
 
 
 def _in_letters(recorder: Recorder, error: BaseException) -> None:
@@ -388,15 +393,23 @@ def _commit(
     unused = {n.id for n in recorder.new} - {n.id for n in nodes}
     recorder.graph.commit(change.contents, removed=[*change.gone.items(), *((at, _UNUSED) for at in unused)])
     recorder.graph.notes = recorder.tape.said
+    space.assigned |= assigned
+    _renew_space(recorder, change, sizes, unused, live)
+    return lost
+
+
+def _renew_space(
+    recorder: Recorder, change: Replacement, sizes: dict[str, int | str], unused: set[int], live: set[int]
+) -> None:  # fmt: skip
+    """Bring the workspace of the graph to its new contents: letters of sizes, samples, handles."""
+    space = recorder.space
     space.symbols.relabel(recorder.tape.letters, sizes, change.letters.block, change.letters.below)
     space.derivatives = (*change.derivatives, *recorder.tape.derivatives)
     space.forget(set(change.gone) | unused)
     space.live.update(recorder.live)
-    space.assigned |= assigned
     recorder.outside.remember()
     space.renew(change.relinked)
     space.samples.settle(live)
-    return lost
 
 
 def _keep_guards(recorder: Recorder, *, is_cell: bool) -> None:

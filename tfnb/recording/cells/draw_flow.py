@@ -172,7 +172,7 @@ def _function(tree: ast.Module, line: int) -> Any:
 class _Flow:
     """The names and statements of one function or block that a draw reaches."""
 
-    def __init__(self, body: Sequence[ast.stmt], function: Any, names: Mapping[str, Any]) -> None:
+    def __init__(self, body: Sequence[ast.stmt], function: object, names: Mapping[str, Any]) -> None:
         self.body, self.names = body, names
         self.local = {
             n.id for each in body for n in ast.walk(each) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)

@@ -30,7 +30,7 @@ def _before(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             recording.python.enter(module)
 
 
-def _after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _after(module: torch.nn.Module, args: tuple[Any, ...], output: object) -> None:
     recording = open_recording()
     if recording is not None:
         recording.buffers.compare_held(recording.scopes.exit(module))

@@ -6,7 +6,7 @@ Stateless: what is kept lies with the recorder and its workspace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -63,29 +63,17 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Sequence[Any], kwarg
         first = next(index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor))
         with rec.on():
             return func(*args[:first], args[first].to(default), *args[first + 1 :], **kwargs)
-    override = rec.override(func)
-    where = next(str(numbered(f.device)) for f in flat if f is not None)
-    specs = tuple(absent(where) if f is None else rec.space.shapes.spec(f) for f in flat)
-    value = rec.tape.append(
-        op_name(func), _leaf_name(rec, func), specs,
-        inputs=tuple(entry.value for entry in inputs), attrs=bind(func, tuple(attr_args), attr_kwargs),
-        scope=rec.scopes.current(), is_random=own.is_random,
-        tags=frozenset() if override is None else frozenset({"override"}),
-    )  # fmt: skip
-    if override is not None:
-        rec.space.rules[value.node] = override
-    if (at := asked_at(rec.new[-1].source, rec.stop)) is not None:
-        rec.space.asked[value.node] = at
+    node = _appended(rec, func, own, flat, inputs, bind(func, tuple(attr_args), attr_kwargs))
     waits = rec.samples_wait and not sized_by_data(func)
     found = None if waits or rec.lazy else _samples_of(rec, func, (args, kwargs), inputs)
     samples: Sequence[torch.Tensor | None] = found or (None,) * len(flat)
-    base, chain, attrs = _viewed(rec, func, own, args, kwargs)
     wrapped: list[Tensor | None] = []
+    base, chain, attrs = _viewed(rec, func, own, args, kwargs)
     for index, (fake, sample) in enumerate(zip(flat, samples, strict=True)):
         if fake is None:
             wrapped.append(None)
             continue
-        entry = Entry(Value(value.node, index), fake, sample, rec.space.awaited if waits else None)
+        entry = Entry(Value(node, index), fake, sample, rec.space.awaited if waits else None)
         rec.space.fakes[entry.value] = fake
         rec.space.samples.keep(entry.value, sample)
         if sample is not None:
@@ -97,6 +85,27 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Sequence[Any], kwarg
     if isinstance(fakes, (list, tuple)):
         return type(fakes)(wrapped) if type(fakes) in (list, tuple) else tuple(wrapped)
     return wrapped[0]
+
+
+def _appended(
+    rec: Recording, func: Op, own: Facts, fakes: Sequence[torch.Tensor | None], inputs: list[Entry],
+    attrs: Mapping[str, Any],
+) -> int:  # fmt: skip
+    """Append the node of a call to the recording; returns its id."""
+    override = rec.override(func)
+    where = next(str(numbered(fake.device)) for fake in fakes if fake is not None)
+    node = rec.tape.append(
+        op_name(func), _leaf_name(rec, func),
+        tuple(absent(where) if fake is None else rec.space.shapes.spec(fake) for fake in fakes),
+        inputs=tuple(entry.value for entry in inputs), attrs=attrs,
+        scope=rec.scopes.current(), is_random=own.is_random,
+        tags=frozenset() if override is None else frozenset({"override"}),
+    ).node  # fmt: skip
+    if override is not None:
+        rec.space.rules[node] = override
+    if (at := asked_at(rec.new[-1].source, rec.stop)) is not None:
+        rec.space.asked[node] = at
+    return node
 
 
 def _samples_of(

@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):
         """Bind the memory of a family of tensors to a Variable: a write into the memory is an assignment."""
         base.variable, base.written = var, lambda entry: self._assigned(var, entry, _STATEMENT)
 
-    def write(self, var: Variable, kind: str, *args: Any) -> Tensor:
+    def write(self, var: Variable, kind: str, *args: object) -> Tensor:
         """Record a write of a Variable; returns the value after the write."""
         with self.scopes.name_scope(clean(var.name)), self.on():
             new = updated(self.read(var), kind, *(self._as_tensor(a) for a in args))
@@ -229,14 +229,14 @@ class Recorder(TorchDispatchMode):
         self.space.fakes[value] = entry.fake
         return entry.of(value)
 
-    def _fitting(self, var: Variable, new: Any) -> torch.Tensor:
+    def _fitting(self, var: Variable, new: object) -> torch.Tensor:
         new = self._as_tensor(new)
         spec = self.space.shapes.spec(self._entry(new).fake)
         if spec.dtype != var.spec.dtype or spec.shape != tuple(var.spec.shape):
             raise ShapeError(f"cannot assign {spec} to variable {var.name}, which is {var.spec}{self.tape.at()}")
         return new
 
-    def _as_tensor(self, value: Any) -> torch.Tensor:
+    def _as_tensor(self, value: object) -> torch.Tensor:
         if isinstance(value, Variable):
             return self.read(value)
         if isinstance(value, torch.Tensor):
@@ -385,7 +385,7 @@ class Recorder(TorchDispatchMode):
             self._warned.add(key)
             warn_of_branch(source, outcome, self.stop, because)
 
-    def heard(self, text: str, expr: Any, *, by_torch: bool = False) -> None:
+    def heard(self, text: str, expr: object, *, by_torch: bool = False) -> None:
         """A relation between sizes that this recording now relies on; one of torch's checks, only in its own line."""
         source = self.where()
         if isinstance(expr, sympy.Eq):

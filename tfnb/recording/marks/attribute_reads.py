@@ -40,7 +40,7 @@ def attribute_reads(kind: type, method: str = "forward") -> tuple[str, ...]:
 
 
 def _uses(kind: type, name: str, seen: set[CodeType]) -> Iterator[tuple[str, bool]]:
-    """(name, whether it is a read) of each attribute use in all functions of this name in a class and its bases."""
+    """(name, whether read or written) of each attribute use in all functions of this name in a class and its bases."""
     for base in kind.__mro__:
         if base is torch.nn.Module or base is object:
             return

@@ -88,7 +88,7 @@ def _reads(node: ast.AST, bound: frozenset[str] = frozenset()) -> Iterator[NameR
 
 
 def _path(node: ast.expr) -> NameRead | None:
-    """The read of an attribute, or of one of an attribute's value; None for attributes of what calls give."""
+    """The read of an attribute, or of an attribute of an attribute; None for attributes of the results of calls."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -114,7 +114,7 @@ def _own_names(scope: ast.AST) -> set[str]:
 
 
 def globals_read(function: FunctionType) -> list[tuple[NameRead, dict[str, Any]]]:
-    """Globals that the user's function reads, with their tables, also those of user functions that it names.
+    """Globals read by the user's function, with their tables; globals read by user functions that the function names.
 
     >>> def scaled(x):
     ...     return x * settings.factor
@@ -142,7 +142,7 @@ def _walk(function: FunctionType, found: dict[tuple[NameRead, int], dict[str, An
 
 @lru_cache(4096)
 def _globals_of(code: CodeType) -> tuple[NameRead, ...]:
-    """Names, and paths of their attributes, that code and the functions inside of it take from the global table."""
+    """Names, and paths of their attributes, that code and its inner functions take from the global table."""
     steps = list(dis.get_instructions(code))
     found: dict[NameRead, None] = {}
     for at, step in enumerate(steps):

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tfnb.graph import Graph, SourceLine, Variable
 from tfnb.graph.current import is_recorded
 from tfnb.graph.graph import new_id
+from tfnb.recording.marks.open_block import OpenBlock
 
 _ZEROS = frozenset({"aten.zero.default", "aten.zeros_like.default", "aten.zeros.default"})
 _SHOWN = 3  # names in a note
@@ -75,13 +76,13 @@ class _Gradient:
 class CarriedGradients:
     """The gradients of Parameters filled by one block, collected while the block is recorded."""
 
-    def __init__(self, recording: Any) -> None:
+    def __init__(self, recording: OpenBlock) -> None:
         self._rec = recording
         self._clear = WeakIdKeyDictionary()  # Parameters without a gradient, by the block itself, before it fills them
         self._found: dict[Variable, _Gradient] = {}
         self._outside: set[Variable] = set()  # whose Parameter has a real ``.grad``
 
-    def read(self, holder: Any, grad: torch.Tensor | None) -> None:
+    def read(self, holder: torch.Tensor | Variable, grad: torch.Tensor | None) -> None:
         """The block reads a ``.grad``; an absent gradient is noted as cleared by a later `zero_grad`."""
         found = self._gradient(holder)
         if found is None:
@@ -89,7 +90,7 @@ class CarriedGradients:
         elif grad is not None:
             found.is_read = True
 
-    def clear(self, holder: Any) -> None:
+    def clear(self, holder: torch.Tensor | Variable) -> None:
         """The block sets a ``.grad``, mostly to None."""
         found = self._gradient(holder)
         if found is None:
@@ -97,10 +98,10 @@ class CarriedGradients:
         elif found.cleared is None:
             found.cleared = new_id()
 
-    def fill(self, holder: Any) -> None:
+    def fill(self, holder: torch.Tensor | Variable) -> None:
         """A backward pass adds to a ``.grad``."""
         parameter = _parameter(holder)
-        if parameter is None:
+        if parameter is None or not isinstance(holder, Variable):
             return
         found = self._found.get(holder)
         if found is None:
@@ -110,10 +111,10 @@ class CarriedGradients:
                     self._outside.add(holder)
         found.source = self._rec.where()
 
-    def _gradient(self, holder: Any) -> _Gradient | None:
+    def _gradient(self, holder: object) -> _Gradient | None:
         return self._found.get(holder) if isinstance(holder, Variable) else None
 
-    def _see_empty(self, holder: Any) -> None:
+    def _see_empty(self, holder: object) -> None:
         """Note an empty ``.grad``; ``holder`` is the Parameter itself if the block has not used the Parameter yet."""
         parameter = _parameter(holder) if isinstance(holder, Variable) else holder
         if parameter is not None:
@@ -219,7 +220,7 @@ class CarriedGradients:
         )
 
 
-def _parameter(holder: Any) -> torch.Tensor | None:
+def _parameter(holder: object) -> torch.Tensor | None:
     """The Parameter of a Variable; None for objects without ``.grad`` outside of recordings."""
     return holder.held.tensor() if isinstance(holder, Variable) and holder.held is not None else None
 

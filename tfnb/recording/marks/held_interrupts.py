@@ -65,9 +65,7 @@ class at_user_lines:
         raise_held()
 
     def on(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler. A program that saved this handler may install it after the recording; then it
-        forwards.
-        """
+        """The signal handler. Installed again after the recording, by a program that saved it, the handler forwards."""
         is_first = all(number != held for _, held, _ in _held)
         lands = _landing(frame) if self._is_open and is_first else None
         if lands is None:

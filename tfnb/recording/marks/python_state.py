@@ -28,6 +28,7 @@ from tfnb.graph.current import is_recorded
 from tfnb.graph.graph import new_id
 from tfnb.recording.marks.attribute_reads import attribute_reads
 from tfnb.recording.marks.block_names import NameRead, Namespace, enclosed_set, globals_read
+from tfnb.recording.marks.open_block import OpenBlock
 from tfnb.recording.marks.settings import FEW, MISSING, Picture, at_path, picture
 from tfnb.recording.marks.user_code import is_foreign
 
@@ -130,7 +131,7 @@ def _told(name: str, old: Any, new: Any) -> str:
     return "is another one now"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     return text if len(text) < 60 else f"{text[:57]}..."
 
@@ -201,7 +202,7 @@ class GroupGuard(NamedTuple):
     updated: tuple[Variable, ...]
 
     def is_kept(self) -> bool:
-        """Whether the groups have the same parameters, which the modules hold, and the hooks are the same."""
+        """Whether groups and hooks are the same, and the modules still hold the parameters of the groups."""
         optimizer = self.optimizer()
         if optimizer is None:
             return True
@@ -280,7 +281,7 @@ class SettingGuard(NamedTuple):
 
 @dataclass(slots=True)
 class TensorGuard:
-    """A plain tensor that a constant of the graph was copied from. ``find``: what stands in its place now."""
+    """A plain tensor that a constant of the graph was copied from. ``find`` gives the tensor in its place now."""
 
     name: str
     node: int
@@ -462,7 +463,7 @@ class CarriedState(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a name or path of the program led to before the block; ``items``: a copy, of a short list, dict or set."""
+    """The value of a name or path of the program before the block; ``items``: a copy of a short list, dict or set."""
 
     read: NameRead
     namespace: Namespace
@@ -482,7 +483,7 @@ class _State(NamedTuple):
 
     @property
     def takes_items(self) -> bool:
-        """Whether reading it is taking an item of an iterator that outlives the block.
+        """Whether a read takes an item of an iterator that outlives the block.
 
         A function's count mostly makes names.
         """
@@ -493,7 +494,9 @@ class _State(NamedTuple):
 class PythonReads:
     """Python state read by one block, collected while the block is recorded."""
 
-    def __init__(self, recording: Any, reads: Sequence[NameRead] = (), namespace: Namespace | None = None) -> None:
+    def __init__(
+        self, recording: OpenBlock, reads: Sequence[NameRead] = (), namespace: Namespace | None = None
+    ) -> None:
         self._rec, self._namespace = recording, namespace
         self._entered: dict[int, _ModuleVisit] = {}
         self._open: list[tuple[_ModuleVisit, int, int]] = []  # with the first id, and how many nodes there were
@@ -516,15 +519,15 @@ class PythonReads:
         }
 
     def _follow(self, function: FunctionType) -> None:
-        """The block calls a function of the program, as far as is known: what that reads of its globals."""
+        """Note the globals read by a function of the program that the block may call."""
         for read, table in globals_read(function):
             namespace = Namespace(table)
             if (id(table), read) not in self._globals:
                 self._globals[id(table), read] = namespace, namespace.at(read)
                 self._states.append(_State.of(read, namespace, is_global=True))
 
-    def _of_method(self, read: NameRead, value: Any) -> Iterator[NameRead]:
-        """The attributes of an object that a method of the program reads, which the block names or calls."""
+    def _of_method(self, read: NameRead, value: object) -> Iterator[NameRead]:
+        """The attributes of an object that are read by a method of the program named or called by the block."""
         name = read.attribute or "__call__"
         kind = type(value)
         if isinstance(value, type | ModuleType | torch.Tensor) or "." in name:
@@ -682,7 +685,7 @@ class PythonReads:
                 )
 
     def _is_changed(self, state: _State) -> bool:
-        """Whether the block changed what a name or path leads to, to what the next call would find."""
+        """Whether the block changed the value of a name or path, so that the next call would find another one."""
         now = state.namespace.at(state.read)
         if state.items is not None and isinstance(now, _KEPT):
             return self._are_carried(state.items, now) or _is_other(state.picture, _picture(now))
@@ -690,8 +693,8 @@ class PythonReads:
             return _is_other(state.picture, _picture(now))
         return self._is_carried(state.before, now)
 
-    def _are_carried(self, items: Mapping[Any, Any], now: Any) -> bool:
-        """Whether a list, dict or set, of which ``items`` is a copy, holds something else for the next call."""
+    def _are_carried(self, items: Mapping[Any, Any], now: object) -> bool:
+        """Whether a list, dict or set holds other elements for the next call than ``items``, its copy of before."""
         is_grown = isinstance(now, set | Counter) and len(now) != len(items)  # an absent item is an answer there
         return is_grown or any(self._is_carried(items.get(key, MISSING), item) for key, item in _items(now).items())
 
@@ -732,8 +735,8 @@ class PythonReads:
             return False
 
 
-def _picture(value: Any) -> Picture | None:
-    """The picture of a value that calls may change in place; of a function, what it keeps itself from call to call."""
+def _picture(value: object) -> Picture | None:
+    """The picture of a value that calls may change in place; of a function, of its defaults and enclosed state."""
     if not isinstance(value, FunctionType):
         return picture(value)
     names = enclosed_set(value.__code__)
@@ -744,7 +747,7 @@ def _picture(value: Any) -> Picture | None:
 
 
 def _is_other(before: Picture | None, now: Picture | None) -> bool:
-    """Whether a setting became another one in place; what a dict has not had yet may be made once."""
+    """Whether a setting changed in place. Keys that a dict gained or lost do not count."""
     if before is None or now is None:
         return False
     if type(before.of) is dict and isinstance(now.of, dict):
@@ -803,13 +806,13 @@ def _has_any(module: torch.nn.Module, used: Collection[int]) -> bool:
     return any(id(each) in used for each in module.modules())
 
 
-def _is_setting(name: str, value: Any, copies: Mapping[str, dict[Any, Any]]) -> bool:
-    """Whether an attribute is a short list, dict or set of plain values, which the block left as it was."""
+def _is_setting(name: str, value: object, copies: Mapping[str, dict[Any, Any]]) -> bool:
+    """Whether an attribute is a short list, dict or set of plain values that the block left unchanged."""
     if name in _MODULE or name not in copies or not value:
         return False
     items = _items(value)
     return all(map(_is_plain, value if isinstance(value, set) else items.values())) and items == copies[name]
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN or (type(value) is tuple and len(value) < FEW and all(map(_is_plain, value)))

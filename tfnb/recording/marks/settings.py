@@ -41,11 +41,11 @@ class Picture(NamedTuple):
 
     @property
     def is_shown(self) -> bool:
-        """Whether the value says more than that it is another one."""
+        """Whether a message can show the value: a number, a text or short items."""
         return self.kind in ("number", "text", "items")
 
 
-def picture(value: Any, deep: int = _DEEP) -> Picture | None:
+def picture(value: object, deep: int = _DEEP) -> Picture | None:
     """The picture of a setting; None for other values, such as tensors and long lists.
 
     >>> picture(2.0), picture({"scale": [1, None]}), picture(torch.ones(2))
@@ -85,7 +85,7 @@ class _Same(NamedTuple):
     name: str
 
 
-def _items(value: Any, deep: int) -> Any:
+def _items(value: object, deep: int) -> Any:
     if value is None:
         return None
     if isinstance(value, list | tuple | dict):
@@ -112,7 +112,7 @@ def _of_array(value: Any) -> Picture | None:
 
 
 class _Behaviour(NamedTuple):
-    """Behaviour of a function of the program, whatever line it stands at: its code, defaults and enclosed settings."""
+    """Behaviour of a function of the program, without its line: code, defaults and enclosed settings."""
 
     code: _Code | None
     defaults: dict[Any, Picture | None]
@@ -139,7 +139,7 @@ def _at_line_one(code: CodeType) -> CodeType:
     return code.replace(co_firstlineno=1, co_filename="", co_consts=inner)
 
 
-def _behaviour(value: Any, deep: int) -> Any:
+def _behaviour(value: object, deep: int) -> Any:
     """A comparable copy of a function or partial."""
     if isinstance(value, partial):
         return _Behaviour(None, _each(value.keywords, deep), _each(dict(enumerate((value.func, *value.args))), deep))
@@ -158,7 +158,7 @@ def _each(values: Mapping[Any, Any], deep: int) -> dict[Any, Picture | None]:
 # -- attributes -----------------------------------------------------------------------------------------------------
 
 
-def at_path(value: Any, path: str) -> Any:
+def at_path(value: object, path: str) -> Any:
     """The value at a path of attributes, without running code of properties; MISSING if there is none.
 
     >>> from argparse import Namespace

@@ -67,7 +67,7 @@ def recorded_apply(original: Callable[..., Any]) -> Any:
     return classmethod(_apply)
 
 
-def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+def _apply(cls: type, *args: object, **kwargs: object) -> Any:
     recorder = open_recording()
     if recorder is None or not issubclass(cls, torch.autograd.Function):
         return super(_Base, cls).apply(*args, **kwargs)
@@ -205,7 +205,7 @@ class _Backward:
         recorder = open_recorder()
         where = written_at(_backward_of(self.cls))
 
-        def refuse(n: Any, dys: Any) -> Any:
+        def refuse(n: object, dys: object) -> Any:
             raise NoGradient(
                 f"the backward of the torch.autograd.Function {self.cls.__name__} ({where}) is marked "
                 "once_differentiable: it has no second derivative"

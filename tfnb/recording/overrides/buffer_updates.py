@@ -18,14 +18,14 @@ aten = torch.ops.aten
 def _batch_norm(
     rec: Recording,
     x: torch.Tensor,
-    w: Any,
-    b: Any,
-    mean: Any,
+    w: torch.Tensor | None,
+    b: torch.Tensor | None,
+    mean: torch.Tensor | None,
     var: Any,
     training: bool,
     momentum: float,
     eps: float,
-    cudnn: Any = None,
+    cudnn: bool = False,
 ) -> Any:
     """Batch norm as a pure op; the running statistics are written back as recorded assignments."""
     if x.dim() < 2 or any(isinstance(size, int) and size == 0 for size in x.shape):
@@ -42,13 +42,14 @@ def _batch_norm(
     return out
 
 
-def batch_count(module: Any) -> Any:
+def batch_count(module: torch.nn.Module | None) -> torch.Tensor | None:
     """The counter of a batch norm with ``momentum=None``, a cumulative mean; None for other modules.
 
     torch's forward makes a Python number of it, which the recorded update does without.
     """
-    cumulative = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.momentum is None
-    return module.num_batches_tracked if cumulative else None
+    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.momentum is None:
+        return module.num_batches_tracked
+    return None
 
 
 @override(Stage.OP, aten._batch_norm_with_update.default)
@@ -72,12 +73,12 @@ def _batch_norm_with_update(
 def _observed(
     rec: Recording,
     x: torch.Tensor,
-    observes: Any,
-    quantizes: Any,
-    least: Any,
-    most: Any,
+    observes: torch.Tensor,
+    quantizes: torch.Tensor,
+    least: torch.Tensor,
+    most: torch.Tensor,
     scale: torch.Tensor,
-    zero: Any,
+    zero: torch.Tensor,
     *rest: object,
 ) -> Any:
     """The range that an observer of quantization-aware training sees moves with the batches of the runs."""

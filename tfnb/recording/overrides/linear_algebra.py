@@ -32,7 +32,9 @@ def _matmul(rec: Recording, a: torch.Tensor, b: torch.Tensor) -> Any:
 
 
 @override(Stage.OP, aten.cdist.default)
-def _cdist(rec: Recording, x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
+def _cdist(
+    rec: Recording, x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: int | None = None
+) -> Any:  # fmt: skip
     """The single kernel, which chooses by row count in each run; the composite would choose while recording."""
     return aten._cdist_forward(x1, x2, p, compute_mode)
 

@@ -76,7 +76,9 @@ def pack(rec: Recording, x: torch.Tensor, lengths: torch.Tensor, batch_first: bo
 
 
 @override(Stage.FUNCTION, torch._pad_packed_sequence)
-def pad(rec: Recording, data: Any, batch_sizes: object, batch_first: bool, value: float, total: Any) -> Any:
+def pad(
+    rec: Recording, data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, value: float, total: Any
+) -> Any:
     """`torch._pad_packed_sequence`: as many steps as the longest row has, or ``total``."""
     if not isinstance(batch_sizes, Tensor):
         return NotImplemented
@@ -89,7 +91,8 @@ def pad(rec: Recording, data: Any, batch_sizes: object, batch_first: bool, value
     return padded.transpose(0, 1) if batch_first else padded, packing.lengths
 
 
-Cell = Callable[[Any, list[Any], list[Any]], tuple[Any, ...]]  # (gates, first states, weights) -> states at all steps
+# (gates, first states, weights) -> states at all steps
+Cell = Callable[[torch.Tensor, list[torch.Tensor], list[torch.Tensor]], tuple[torch.Tensor, ...]]
 
 
 def layers(biases: int, cell: Cell, *, several: bool = False) -> Callable[..., Any]:
@@ -121,11 +124,11 @@ def layers(biases: int, cell: Cell, *, several: bool = False) -> Callable[..., A
     return row
 
 
-def _lstm(gates: Any, first: list[Any], own: list[Any]) -> tuple[Any, ...]:
+def _lstm(gates: torch.Tensor, first: list[torch.Tensor], own: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(tfnb.lstm_layer(gates, *first, own[1])[:2])
 
 
-def _gru(gates: Any, first: list[Any], own: list[Any]) -> tuple[Any, ...]:
+def _gru(gates: torch.Tensor, first: list[torch.Tensor], own: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     bias = own[3] if len(own) == 4 else own[1].new_zeros([own[1].shape[0]])
     return (tfnb.gru_layer(gates, first[0], own[1], bias)[0],)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import (
     _constrain_range_for_size,
     free_unbacked_symbols,
@@ -36,7 +37,7 @@ def _rnn_shape(x: torch.Tensor, hx: torch.Tensor, params: object, *rest: object)
     return _recurrent_out(x, hx, rest), hx.clone()
 
 
-def _recurrent_out(x: torch.Tensor, hx: torch.Tensor, rest: Any) -> Any:
+def _recurrent_out(x: torch.Tensor, hx: torch.Tensor, rest: Sequence[object]) -> Any:
     *_, bidirectional, batch_first = rest
     first, second = (1, 0) if batch_first else (0, 1)
     out = x.new_empty((x.shape[first], x.shape[second], hx.shape[-1] * (2 if bidirectional else 1)))
@@ -44,7 +45,7 @@ def _recurrent_out(x: torch.Tensor, hx: torch.Tensor, rest: Any) -> Any:
 
 
 @override(Stage.SHAPE, aten.view.default)
-def _view(x: Any, size: Sequence[Any]) -> Any:
+def _view(x: FakeTensor, size: Sequence[int]) -> Any:
     """torch's rule for views, in fake mode; outside, torch would load its distributed tensors."""
     if free_unbacked_symbols([*x.shape, *size]):
         return aten.view.default(x, size)
@@ -60,8 +61,8 @@ def _view(x: Any, size: Sequence[Any]) -> Any:
     aten._fake_quantize_learnable_per_tensor_affine.default,
     aten._fake_quantize_learnable_per_channel_affine.default,
 )
-def _like_first(*args: Any, **_: object) -> Any:
-    return torch.empty_like(args[0])
+def _like_first(x: torch.Tensor, *_: object, **__: object) -> Any:
+    return torch.empty_like(x)
 
 
 @override(
@@ -79,7 +80,9 @@ def _rounded_and_mask(x: torch.Tensor, *_: object) -> Any:
     aten._fake_quantize_learnable_per_tensor_affine_backward.default,
     aten._fake_quantize_learnable_per_channel_affine_backward.default,
 )
-def _learned_quantization(dy: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, zero: Any, *_: object) -> Any:
+def _learned_quantization(
+    dy: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, *_: object
+) -> Any:
     return torch.empty_like(x), torch.empty_like(scale), torch.empty_like(zero)
 
 
@@ -94,13 +97,13 @@ def _learned_quantization(dy: torch.Tensor, x: torch.Tensor, scale: torch.Tensor
     aten._ctc_loss_backward.default,
     aten._ctc_loss_backward.Tensor,
 )
-def _like_second(*args: Any) -> Any:
+def _like_second(dy: torch.Tensor, x: torch.Tensor, *_: object) -> Any:
     """The gradient with respect to the first argument of an op whose cotangent is the first operand."""
-    return torch.empty_like(args[1])
+    return torch.empty_like(x)
 
 
 @override(Stage.SHAPE, aten._upsample_bicubic2d_aa_backward.default)
-def _resized_back(dy: torch.Tensor, output_size: Any, input_size: Any, *_: object) -> Any:
+def _resized_back(dy: torch.Tensor, output_size: Sequence[int], input_size: Sequence[int], *_: object) -> Any:
     """torch's rule is C++ that takes only sizes that are numbers."""
     return dy.new_empty(input_size)
 
@@ -132,18 +135,18 @@ def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int =
     return x.as_strided(sizes, strides, offset)
 
 
-def _least(at: int, rows: Any) -> Any:
+def _least(at: int, rows: int | torch.SymInt) -> Any:
     """The lesser of a position and a row count, as a number if there are always enough rows (a ``cat`` with a fixed
     part).
     """
     return at if _never_negative(rows - at) else torch.sym_min(at, rows)
 
 
-def _at_least_none(count: Any) -> Any:
+def _at_least_none(count: int | torch.SymInt) -> Any:
     return count if _never_negative(count) else torch.sym_max(count, 0)
 
 
-def _never_negative(size: Any) -> bool:
+def _never_negative(size: int | torch.SymInt) -> bool:
     """Whether a size is nonnegative for all lengths of varying axes, zero included; torch assumes at least two."""
     if not isinstance(size, torch.SymInt):
         return bool(size >= 0)
@@ -151,14 +154,14 @@ def _never_negative(size: Any) -> bool:
     return bool(bound_sympy(expr, dict.fromkeys(expr.free_symbols, _LENGTHS)).lower >= 0)
 
 
-def _same_in_a_run(rows: torch.Tensor, first: Any, end: Any) -> None:
+def _same_in_a_run(rows: int | torch.SymInt, first: int | torch.SymInt, end: int | torch.SymInt) -> None:
     """Guard that runs slice like the sample: positions before or behind the end, and their order."""
     start, stop = (at if _asked(at >= 0) else rows + at for at in (first, end))
     for relation in (start >= 0, start <= rows, stop <= rows, start <= stop):
         _asked(relation)
 
 
-def _asked(relation: Any) -> bool:
+def _asked(relation: bool | torch.SymBool) -> bool:
     """The outcome of a relation, as if the user's line had asked; sizes that only data tell are torch's affair."""
     if isinstance(relation, bool):
         return relation
@@ -175,7 +178,7 @@ def _asked(relation: Any) -> bool:
 @override(Stage.SHAPE, aten.linalg_vector_norm.default)
 def _vector_norm(
     x: torch.Tensor,
-    ord: Any = 2,
+    ord: float | str = 2,
     dim: int | Sequence[int] | None = None,
     keepdim: bool = False,
     *,
@@ -208,7 +211,7 @@ def _best_so_far(op: OpOverload) -> Callable[..., Any]:
 
 
 @override(Stage.SHAPE, aten.roll.default)
-def _roll(x: torch.Tensor, shifts: Any, dims: Sequence[int] = ()) -> Any:
+def _roll(x: torch.Tensor, shifts: int | Sequence[int], dims: Sequence[int] = ()) -> Any:
     return torch.empty_like(x) if _is_of_data(x) else aten.roll.default(x, shifts, dims)
 
 
@@ -220,7 +223,7 @@ def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> 
     return torch.empty_like(x)
 
 
-def _are_told(*tensors: Any) -> bool:
+def _are_told(*tensors: torch.Tensor) -> bool:
     """Whether no size is one that only data tell."""
     return all(not isinstance(n, torch.SymInt) or n.node.hint is not None for x in tensors for n in x.shape)
 
@@ -243,7 +246,7 @@ def _geqrf(a: torch.Tensor) -> Any:
 
 
 def _fractional(spatial: int) -> Callable[..., Any]:
-    def shape(x: torch.Tensor, kernel_size: Any, output_size: Any, random_samples: Any) -> Any:
+    def shape(x: torch.Tensor, kernel_size: object, output_size: Sequence[int], random_samples: object) -> Any:
         sizes = (*x.shape[:-spatial], *output_size)
         return x.new_empty(sizes), x.new_empty(sizes, dtype=torch.int64)
 
@@ -251,7 +254,7 @@ def _fractional(spatial: int) -> Callable[..., Any]:
 
 
 @override(Stage.SHAPE, aten._histogramdd_from_bin_cts.default)
-def _histogramdd(x: torch.Tensor, bins: Any, **kwargs: object) -> Any:
+def _histogramdd(x: torch.Tensor, bins: Sequence[int], **kwargs: object) -> Any:
     return x.new_empty(bins)
 
 
@@ -261,24 +264,29 @@ def _histogram(x: torch.Tensor, bins: int, **kwargs: object) -> Any:
 
 
 @override(Stage.SHAPE, aten.histogram.bins_tensor)
-def _histogram_edges(x: torch.Tensor, bins: Any, **kwargs: object) -> Any:
+def _histogram_edges(x: torch.Tensor, bins: torch.Tensor, **kwargs: object) -> Any:
     return x.new_empty(bins.shape[0] - 1), torch.empty_like(bins)
 
 
 @override(Stage.SHAPE, aten._histogramdd_bin_edges.default)
-def _histogramdd_edges(x: torch.Tensor, bins: Any, **kwargs: object) -> Any:
+def _histogramdd_edges(x: torch.Tensor, bins: Sequence[int], **kwargs: object) -> Any:
     return [x.new_empty(count + 1) for count in bins]
 
 
 @override(Stage.SHAPE, aten._grouped_mm.default)
-def _grouped_mm_shape(a: Any, b: Any, offs: Any = None, bias: torch.Tensor | None = None, out_dtype: Any = None) -> Any:
+def _grouped_mm_shape(
+    a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:  # fmt: skip
     """One product for each group; torch's own rule takes bfloat16 alone, and its kernels more."""
     groups = offs.shape[:1] if a.dim() == b.dim() == 2 else a.shape[:-2] if b.dim() == 3 else ()
     return a.new_empty([*groups, a.shape[-2], b.shape[-1]], dtype=out_dtype or a.dtype)
 
 
 @override(Stage.SHAPE, aten._ctc_loss.default, aten._ctc_loss.Tensor)
-def _ctc_shape(x: Any, targets: Any, steps: Any, lengths: Any, *rest: object) -> Any:
+def _ctc_shape(
+    x: Any, targets: torch.Tensor, steps: object, lengths: torch.Tensor | Sequence[int], *rest: object
+) -> Any:  # fmt: skip
     """Shapes of the loss of each sequence and of its alpha table, as wide as the longest target."""
     if isinstance(lengths, torch.Tensor):
         wide = x.fake_mode.shape_env.create_unbacked_symint()
@@ -290,7 +298,7 @@ def _ctc_shape(x: Any, targets: Any, steps: Any, lengths: Any, *rest: object) ->
 
 
 @override(Stage.SHAPE, aten.linalg_lstsq.default)
-def _lstsq_shape(a: torch.Tensor, b: torch.Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
+def _lstsq_shape(a: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
     """Shapes for a matrix of full rank; otherwise torch also omits the residuals, depending on the values."""
     rows, columns = a.shape[-2:]
     driver = driver or ("gels" if a.device.type == "cuda" else "gelsy")
@@ -352,7 +360,7 @@ def _along_an_axis(op: OpOverload) -> Callable[..., Any]:
 
 
 def _back_along_an_axis(op: OpOverload) -> Callable[..., Any]:
-    def rule(dy: torch.Tensor, y: torch.Tensor, dim: int, input_dtype: Any) -> Any:
+    def rule(dy: torch.Tensor, y: torch.Tensor, dim: int, input_dtype: torch.dtype) -> Any:
         if not dy.dtype is y.dtype is input_dtype or not _same_sizes(dy, y) or not -y.dim() <= dim < y.dim():
             return op(dy, y, dim, input_dtype)
         return torch.empty_like(dy, memory_format=torch.contiguous_format)
@@ -378,7 +386,7 @@ def _nll_loss_backward(
     weight: torch.Tensor,
     reduction: int,
     ignore: int,
-    total: Any,
+    total: torch.Tensor,
 ) -> Any:
     is_usual = x.dim() == 2 and target.dim() == 1 and total.dim() == 0 and _by_channel(x, weight)
     rows = (target,) if reduction else (target, dy)
@@ -389,7 +397,7 @@ def _nll_loss_backward(
 
 
 @override(Stage.SHAPE, aten.threshold_backward.default)
-def _threshold_backward(dy: torch.Tensor, x: torch.Tensor, threshold: Any) -> Any:
+def _threshold_backward(dy: torch.Tensor, x: torch.Tensor, threshold: float) -> Any:
     return aten.mul.Tensor(x, dy)
 
 

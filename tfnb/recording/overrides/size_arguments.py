@@ -66,7 +66,7 @@ def _new_tensor(rec: Recording, x: torch.Tensor, data: object, **kwargs: object)
 def _without_generator(draw: Callable[..., Any]) -> Callable[..., Any]:
     """The row of a function of sizes that draws: torch refuses varying sizes beside a generator, which no run asks."""
 
-    def drawn(rec: Recording, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
+    def drawn(rec: Recording, *args: object, generator: torch.Generator | None = None, **kwargs: object) -> Any:
         if generator is None:
             return NotImplemented
         rec.streams_differ("generator=")
@@ -80,13 +80,13 @@ for _draw in (torch.rand, torch.randn, torch.randint, torch.randperm):
 
 
 @override(Stage.FUNCTION, F.pad)
-def _pad(rec: Recording, x: torch.Tensor, pad: Any, mode: str = "constant", value: object = None) -> Any:
+def _pad(rec: Recording, x: torch.Tensor, pad: object, mode: str = "constant", value: object = None) -> Any:
     if mode == "constant" and isinstance(value, (torch.SymInt, torch.SymFloat)):
         return torch.constant_pad_nd(x, pad, value)  # type: ignore[arg-type]  # F.pad makes a number of it
     return NotImplemented
 
 
-def same_size(rec: Recording, one: Any, other: Any) -> bool:
+def same_size(rec: Recording, one: object, other: object) -> bool:
     """Whether two sizes are equal. Those of two axes that vary are from here on, if they are equal for the samples."""
     if not (isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt)):
         return isinstance(one, int) and isinstance(other, int) and one == other
@@ -112,7 +112,7 @@ def _broadcast_tensors(rec: Recording, *tensors: Any) -> Any:
 
 
 @override(Stage.FUNCTION, F.affine_grid)
-def _affine_grid(rec: Recording, theta: torch.Tensor, size: Sequence[Any], align_corners: Any = None) -> Any:
+def _affine_grid(rec: Recording, theta: torch.Tensor, size: Sequence[Any], align_corners: object = None) -> Any:
     """affine_grid with each size compared with one: torch compares the minimum of all sizes, and so fixes
     their order.
     """

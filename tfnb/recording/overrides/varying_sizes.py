@@ -149,7 +149,9 @@ def _has_one_row(rec: Recording, x: torch.Tensor, axis: int) -> bool:
 
 
 @override(Stage.OP, aten.ctc_loss.IntList)
-def _ctc_loss(rec: Recording, x: torch.Tensor, targets: Any, steps: Any, lengths: torch.Tensor, *args: object) -> Any:
+def _ctc_loss(
+    rec: Recording, x: torch.Tensor, targets: torch.Tensor, steps: list[int], lengths: list[int], *args: object
+) -> Any:
     """With lengths that Python knows, torch's composite writes into memory, and a recorded tensor has none."""
     return aten.ctc_loss.Tensor(x, targets, torch.tensor(steps), torch.tensor(lengths), *args)
 

@@ -141,18 +141,11 @@ class LoopRecorder:
         if self.saver is not None and saved:
             sequences += map(self._sequence, self.saver.save(saved))
         same = {} if self.saver is None else self.saver.inner.same  # what stands for a value of outside tells sizes
-        stop = [recorder._entry(self.limit).value] if isinstance(self.limit, Tensor) else []
-        inputs = [
-            *before, *(e.value for entries in sequences for e in entries), *(same.get(v, v) for v in captured), *stop,
-        ]  # fmt: skip
-        refs = iter(map(Ref, range(len(inputs))))
+        inputs, attrs = self._operands(before, sequences, [same.get(v, v) for v in captured])
         shapes = tuple(spec.shape if bound_outside(recorder, spec) else len(spec.shape) for spec in rows)
         iterations = self._iterations(sequences)
         iterations = iterations if cond is None else self.fresh()  # it may stop before the last of them
-        attrs: dict[str, Any] = {
-            "init": tuple(next(refs) for _ in before),
-            "xs": tuple(tuple(next(refs) for _ in s) if len(s) > 1 else next(refs) for s in sequences),
-            "captures": tuple(next(refs) for _ in captured), "limit": next(refs) if stop else self.limit,
+        attrs |= {
             "cond": None if test is None else subgraph(recorder, test, captured, test.outputs),
             "body": subgraph(recorder, region, [*saved, *captured], region.outputs), "rows": shapes,
             "reverse": self.reverse, "back_prop": self.back_prop, "parallel_iterations": self.parallel,
@@ -166,6 +159,19 @@ class LoopRecorder:
         found = append(recorder, ops.WHILE, inputs, attrs, [*outer, Spec(torch.int64, ()), *stacked])
         write_back(recorder, self.held, found[count : len(inner)], [region])
         return Result(found[:count], found[len(inner)], found[len(inner) + 1 :])
+
+    def _operands(
+        self, before: Sequence[Value], sequences: Sequence[Sequence[Entry]], captured: Sequence[Value]
+    ) -> tuple[list[Value], dict[str, Any]]:
+        """The inputs of the loop's node, and the attributes that refer to the inputs by their places."""
+        stop = [self.recorder._entry(self.limit).value] if isinstance(self.limit, Tensor) else []
+        inputs = [*before, *(entry.value for entries in sequences for entry in entries), *captured, *stop]
+        refs = iter(map(Ref, range(len(inputs))))
+        return inputs, {
+            "init": tuple(next(refs) for _ in before),
+            "xs": tuple(tuple(next(refs) for _ in s) if len(s) > 1 else next(refs) for s in sequences),
+            "captures": tuple(next(refs) for _ in captured), "limit": next(refs) if stop else self.limit,
+        }  # fmt: skip
 
     # -- regions ----------------------------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ def of_module(original: Callable[..., Any]) -> Any:
 def of_class(original: Callable[..., Any]) -> Any:
     """The replacement of a method of Python's generators on which all their other methods are based."""
 
-    def method(self: random.Random, *args: Any) -> Any:
+    def method(self: random.Random, *args: object) -> Any:
         recording = open_recording()
         if recording is not None and not _is_ours(_caller(sys._getframe(1))):
             _hear(recording, drawing(MethodType(original, self)) or original.__name__, self)
@@ -131,7 +131,7 @@ def of_class(original: Callable[..., Any]) -> Any:
 def seeding(original: Callable[..., Any]) -> Any:
     """The replacement of ``random.Random.seed``, which the constructor calls, too."""
 
-    def seed(self: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:
+    def seed(self: random.Random, a: object = None, *args: object, **kwargs: object) -> None:
         original(self, a, *args, **kwargs)
         if a is not None and id(self) not in _GLOBAL:
             _remember_seeded(self)
@@ -142,7 +142,7 @@ def seeding(original: Callable[..., Any]) -> Any:
 def making(original: Callable[..., Any]) -> Any:
     """The replacement of ``numpy.random.default_rng``."""
 
-    def default_rng(seed: Any = None) -> Any:
+    def default_rng(seed: object = None) -> Any:
         made = original(seed)
         if isinstance(seed, (int, np.integer)):
             _remember_seeded(made)

@@ -11,11 +11,11 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tfnb.graph import Graph, Node, Owner, SourceLine, Value, Variable, current
+from tfnb.graph import Node, Value, Variable, current
+from tfnb.recording.marks.open_block import OpenBlock
 
 if TYPE_CHECKING:
     from tfnb.recording.marks.python_state import PythonReads
-    from tfnb.recording.marks.scopes import Scopes
     from tfnb.recording.shapes.symbols import Symbols
     from tfnb.recording.values.outside_tensors import Outside
     from tfnb.recording.values.tape import Tape
@@ -24,26 +24,20 @@ if TYPE_CHECKING:
     from tfnb.recording.values.workspace import Workspace
 
 
-class Recording(current.OpenRecording, Protocol):
+class Recording(OpenBlock, Protocol):
     """One open recording of one owner into one graph."""
 
-    graph: Graph
-    owner: Owner
     lazy: bool  # shapes only
     space: Workspace
     symbols: Symbols
-    scopes: Scopes
     tape: Tape
     outside: Outside
     buffers: Any  # `Buffers` of `writes.buffer_assignments`
     python: PythonReads
-    where: Callable[[], SourceLine | None]
-    stop: FrameType | None
-    is_cell: bool  # a cell's frames end below `stop`, which is the frame of any other block
+    stop: FrameType | None  # the frame of a block; the frames of a cell end below it
     born: WeakIdKeyDictionary
     live: WeakIdKeyDictionary
     packings: WeakIdKeyDictionary
-    inside: list[Any]  # of the loops, branches and functions that are being recorded: what was before
     calls: dict[Any, Any]
     failed: tuple[Exception, Node] | None
     entered: bool
@@ -53,10 +47,6 @@ class Recording(current.OpenRecording, Protocol):
     @property
     def nodes(self) -> tuple[Node, ...]:
         """All nodes so far, earlier owners' first."""
-
-    @property
-    def new(self) -> list[Node]:
-        """The nodes of this recording."""
 
     @property
     def samples_wait(self) -> bool:
@@ -78,9 +68,6 @@ class Recording(current.OpenRecording, Protocol):
 
     def read(self, variable: Variable) -> Tensor:
         """The variable's value at this place of the program."""
-
-    def variable_of(self, tensor: torch.Tensor) -> Variable | None:
-        """The Variable of a Parameter, buffer or leaf; None for other tensors."""
 
     def is_unused(self, tensor: torch.Tensor) -> bool:
         """Whether this is a parameter or buffer made in this recording that nothing recorded has used yet."""
@@ -105,7 +92,7 @@ class Recording(current.OpenRecording, Protocol):
     def stand(self, base: Base, var: Variable) -> None:
         """Let the memory of a family of tensors be the Variable's."""
 
-    def _as_tensor(self, value: Any) -> torch.Tensor: ...
+    def _as_tensor(self, value: object) -> torch.Tensor: ...
 
     # -- what nodes recorded inside carry -----------------------------------------------------------------------
 
@@ -140,7 +127,7 @@ class Recording(current.OpenRecording, Protocol):
     ) -> None:  # fmt: skip
         """Python took a branch on a recorded value."""
 
-    def record_view(self, view: Any, op: OpOverload, x: torch.Tensor) -> Any:
+    def record_view(self, view: OpOverload, op: OpOverload, x: torch.Tensor) -> Any:
         """Record ``op``; the result looks at the memory of ``x`` as that of ``view`` would."""
 
     def override(self, func: OpOverload) -> Callable[..., Any] | None:

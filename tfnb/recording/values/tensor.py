@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -234,7 +234,7 @@ class Tensor(RecordedTensor):
             with self._space.symbols.quiet():
                 self.look_as(Tensor(self._entry, self._space, self._family, chain, self._seen))
 
-    def eval(self, feed_dict: Any = None) -> torch.Tensor:
+    def eval(self, feed_dict: Mapping[Any, Any] | None = None) -> torch.Tensor:
         """The value in the default session of its graph."""
         from tfnb.session import run  # listed exception: .eval asks the session
 
@@ -423,7 +423,7 @@ class Operation:
         """The node's name."""
         return self.node.name
 
-    def run(self, feed_dict: Any = None) -> None:
+    def run(self, feed_dict: Mapping[Any, Any] | None = None) -> None:
         """Run the operation in the default session of its graph."""
         from tfnb.session import run  # listed exception: .eval asks the session
 

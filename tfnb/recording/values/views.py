@@ -6,10 +6,11 @@ view op has a row here that puts the new view back into what it was taken from.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverloadPacket
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tfnb.errors import Unsupported
@@ -49,21 +50,21 @@ def renewed_chain(chain: tuple[Any, ...], renew: Callable[[Any], Any]) -> tuple[
     )
 
 
-def _reshape(base: Any, new: Any, a: object, i: int) -> Any:
+def _reshape(base: torch.Tensor, new: torch.Tensor, a: Mapping[str, Any], i: int) -> torch.Tensor:
     return new.reshape(base.shape)
 
 
-def _view(base: Any, new: Any, a: Any, i: int) -> Any:
+def _view(base: torch.Tensor, new: torch.Tensor, a: Mapping[str, Any], i: int) -> torch.Tensor:
     return new.view(base.dtype) if "dtype" in a else new.reshape(base.shape)
 
 
-def _expand(base: Any, new: Any, a: object, i: int) -> Any:
+def _expand(base: torch.Tensor, new: torch.Tensor, a: Mapping[str, Any], i: int) -> torch.Tensor:
     if not statically_known_true(new.numel() == base.numel()):
         raise Unsupported("a write through expand() would write one place of memory more than once: write to the base")
     return new.reshape(base.shape)
 
 
-def _unfold(base: Any, new: Any, a: Any, i: int) -> Any:
+def _unfold(base: torch.Tensor, new: torch.Tensor, a: Mapping[str, Any], i: int) -> torch.Tensor:
     if a["size"] > a["step"]:
         raise Unsupported("a write through overlapping unfold() would write one place of memory more than once")
     places = torch.arange(base.numel(), device=base.device).view(base.shape)
@@ -71,7 +72,7 @@ def _unfold(base: Any, new: Any, a: Any, i: int) -> Any:
     return base.reshape(-1).index_put((places,), new.reshape(-1)).view(base.shape)
 
 
-def _as_strided(base: Any, new: Any, a: Any, i: int) -> Any:
+def _as_strided(base: torch.Tensor, new: torch.Tensor, a: Mapping[str, Any], i: int) -> torch.Tensor:
     reach = 0
     for step, size in sorted((step, size) for size, step in zip(a["size"], a["stride"], strict=True) if size != 1):
         if step <= reach:
@@ -80,23 +81,23 @@ def _as_strided(base: Any, new: Any, a: Any, i: int) -> Any:
     return aten.as_strided_scatter(base, new, a["size"], a["stride"], a["storage_offset"])
 
 
-def _permute(base: Any, new: Any, a: Any, i: int) -> Any:
+def _permute(base: torch.Tensor, new: torch.Tensor, a: Mapping[str, Any], i: int) -> torch.Tensor:
     dims = [d % base.dim() for d in a["dims"]]
     return new.permute([dims.index(d) for d in range(base.dim())])
 
 
-def _split(base: Any, new: Any, a: Any, i: int) -> Any:
+def _split(base: torch.Tensor, new: torch.Tensor, a: Mapping[str, Any], i: int) -> torch.Tensor:
     size = a["split_size"]
     return torch.slice_scatter(base, new, a["dim"], i * size, i * size + new.shape[a["dim"]])
 
 
-def _split_sizes(base: Any, new: Any, a: Any, i: int) -> Any:
+def _split_sizes(base: torch.Tensor, new: torch.Tensor, a: Mapping[str, Any], i: int) -> torch.Tensor:
     start = sum(a["split_sizes"][:i])
     return torch.slice_scatter(base, new, a["dim"], start, start + a["split_sizes"][i])
 
 
 # view -> how the base follows from the new view
-PUT: dict[Any, Callable[[Any, Any, dict[str, Any], int], Any]] = {
+PUT: dict[OpOverloadPacket, Callable[[torch.Tensor, torch.Tensor, dict[str, Any], int], torch.Tensor]] = {
     aten.alias: lambda base, new, a, i: new,
     aten.detach: lambda base, new, a, i: new,
     aten.as_strided: _as_strided,

@@ -57,9 +57,10 @@ def check_write(rec: Recording, base: Base) -> None:
 
 
 def lose(rec: Recording, base: Base, why: str) -> None:
-    """Invalidate a base: only runs know whether it was written.
+    """Make every later read of a base an error: only runs know whether the base was written.
 
-    Raises Unsupported for a tensor of another cell, and inside of a region.
+    Raises Unsupported for the memory of a Variable, for a tensor of another cell, and for a tensor that the open region
+    takes from outside.
     """
     error = f"{why}\n  {ADVICE}"
     is_outside = rec.tape.is_of_another_cell(base.entry.value) or (rec.inside and base in rec.inside[-1].entries)

@@ -279,7 +279,7 @@ class Buffers:
         return binding.given
 
     def _part(self, binding: Binding) -> None:
-        """Detach the buffer's old tensor, which keeps its value, from the Variable."""
+        """Detach a buffer's old tensor from the Variable; the tensor keeps its value."""
         rec, var, original = self._rec, binding.variable, binding.original
         before = rec._read_base(var)
         if id(original) not in rec.tape.handles:

@@ -174,7 +174,7 @@ def refuse_of_another_cell(rec: Recording, target: torch.Tensor, base: Base) -> 
 
 
 def become(rec: Recording, base: Base, entry: Entry) -> None:
-    """Set the value of a tensor, or of the Variable it stands for."""
+    """Write a new entry into a base. Raises Unsupported for a view of a Variable of an earlier recording."""
     var = base.variable if base.variable is not None and rec.tape.reads.get(base.variable) is base else None
     if base.written is not None and var is None:
         raise Unsupported(f"a write through a view of a variable of an earlier recording{rec.tape.at()}")

@@ -59,7 +59,7 @@ def build(request: NativeRequest, folder: Path) -> None:
     missing: set[str] = set()
 
     def prepared(nodes: list[Any]) -> list[Any]:
-        """Check and reorder inductor's nodes before it fuses kernels."""
+        """Check and reorder inductor's nodes before kernels are fused."""
         missing.update(str(op) for node in nodes if (op := _called(node)) is not None and not _has_form(op))
         if missing:
             raise Formless(missing)
@@ -85,6 +85,15 @@ def build(request: NativeRequest, folder: Path) -> None:
             if missing:
                 raise Formless(missing) from None
             raise
+    _unpack(Path(made), folder)
+    about.save(folder)
+
+
+def _unpack(made: Path, folder: Path) -> None:
+    """Keep the library of inductor's package, beside a compiled caller of the library.
+
+    Raises Unimplemented if the library leaves an op without a form in C to Python.
+    """
     with zipfile.ZipFile(made) as package:
         text = "".join(package.read(name).decode() for name in package.namelist() if name.endswith(".wrapper.cpp"))
         if "proxy_executor_call_function(" in text.partition("::run_impl(")[2]:
@@ -92,11 +101,10 @@ def build(request: NativeRequest, folder: Path) -> None:
         (library,) = (name for name in package.namelist() if name.endswith(".so"))
         with package.open(library) as source, (folder / STEP).open("wb") as target:
             shutil.copyfileobj(source, target)
-    Path(made).unlink()
+    made.unlink()
     callers = [part for name in ("call.c", "direct.c") for part in ("-x", "c", str(Path(__file__).with_name(name)))]
     compiler = [cpp_builder.get_cpp_compiler(), "-O2", "-shared", "-fPIC", *callers, "-x", "none"]
     subprocess.run([*compiler, "-o", str(folder / CALL)], check=True, capture_output=True)
-    about.save(folder)
 
 
 def _before_kernels(graph: fx.Graph) -> None:
