@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from inspect import signature
+from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tfnb.cluster.connected import connected, notices
 from tfnb.cluster.engine.members import Ahead
-from tfnb.errors import InvalidArgument, Unimplemented, ensure_type
+from tfnb.errors import InvalidArgument, ResourceExhausted, Unimplemented, ensure_type
 from tfnb.execution import TRACERS, CheckedTracer, Trace, profiling
 from tfnb.execution.budgeted import SizedPlan
 from tfnb.execution.dataflow.executor import EXECUTORS
@@ -39,7 +40,7 @@ from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, table
 from tfnb.placement.requests import tasks_of
 from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level
-from tfnb.session.divided_feeds import WHOLE, Division
+from tfnb.session.divided_feeds import AUTO, WHOLE, DividedFeeder, Division, division
 from tfnb.session.feeding import Fed
 from tfnb.session.prepared import PreparedRun, prepare, prepare_divided, same_step
 from tfnb.session.saved_state import SavedState
@@ -150,6 +151,7 @@ class Session:
         self._steps = StepRunner(self.graph.name)
         self.state = SavedState(self.graph, self._steps, cluster)
         self.trace: Trace | None = None  # what the last traced run did
+        self._ran: StepCode | None = None  # of the last step here
         self._twin: Session | None = None  # for runs that a watch looks at: generated code
         self._is_twin = False
 
@@ -236,20 +238,24 @@ class Session:
         return prepared.rebuild(results)
 
     def make_callable(
-        self, fetches: Fetches, feeds: Sequence[FeedKey] = (), *, check: str | None = None, microbatches: int = 1
+        self, fetches: Fetches, feeds: Sequence[FeedKey] = (), *, check: str | None = None,
+        microbatches: int | Literal["auto"] = 1,
     ) -> Callable[..., Any]:  # fmt: skip
         """``f(*values)``: `run` with the signature resolved once; values stand in the order of ``feeds``.
 
         The result has the structure of ``fetches``. check: as of `run`. microbatches: so many consecutive ranges of the
         rows of a batch are done one after the other, and update once (see `tfnb.fit`); fetches are then operations, and
-        numbers that are means over rows.
+        numbers that are means over rows. ``"auto"``: the whole step if it keeps the memory budget, else as many as keep
+        it in packs and are predicted quickest.
         """
         feeds = tuple(feeds)
         if IndexedSlices in map(type, feeds):
             flat = self.make_callable(fetches, parts_of(feeds), check=check, microbatches=microbatches)
             return lambda *values: flat(*spread(zip(feeds, values, strict=True)).values())
-        division = Division(microbatches)
-        prepared = self._prepare(fetches, feeds, division)
+        wanted = division(microbatches)
+        self.ensure_limited(wanted)
+        asked = WHOLE if wanted.microbatches == AUTO else wanted
+        prepared = self._prepare(fetches, feeds, asked)
 
         def watched(*values: object) -> Any:
             watch = None if self._is_twin else self.graph.attached.get("watch")
@@ -261,18 +267,57 @@ class Session:
         def call(*values: object) -> Any:
             nonlocal prepared
             if not prepared.is_of(self.graph):
-                prepared = self._prepare(fetches, feeds, division)
+                prepared = self._prepare(fetches, feeds, asked)
             if len(values) != len(feeds):
                 raise InvalidArgument(f"this callable takes {len(feeds)} values, got {len(values)}")
             prepared.ensure_fresh()
+            chosen = prepared if wanted == asked else self._chosen(prepared, values, fetches, feeds)
             if check is not None:
-                return prepared.rebuild(self._checked(prepared, prepared.feeder.fed(values), None, check))
-            results = self._directly(prepared, values)
+                return chosen.rebuild(self._checked(chosen, chosen.feeder.fed(values), None, check))
+            results = self._directly(chosen, values)
             if results is None:
-                results = self._execute(prepared, prepared.feeder.fed(values), None)
-            return prepared.rebuild(results)
+                results = self._execute(chosen, chosen.feeder.fed(values), None)
+            return chosen.rebuild(results)
 
         return watched
+
+    def ensure_limited(self, division: Division) -> None:
+        """Raise InvalidArgument for microbatches that a memory budget would choose, without one."""
+        if division.microbatches == AUTO and self.memory_budget is None:
+            raise InvalidArgument(
+                "microbatches='auto' are chosen by a memory budget, and there is none: say memory_budget='2GB', for "
+                "example, or how many microbatches a step has"
+            )
+
+    def _chosen(
+        self, whole: PreparedRun, values: Sequence[Any], fetches: Fetches, feeds: tuple[FeedKey, ...]
+    ) -> PreparedRun:
+        """The whole step if it keeps the memory budget on these values, else the step in packs and microbatches.
+
+        Raises ResourceExhausted with the least of both budgets.
+        """
+        shapes = whole.feeder.fed(values)[1]
+        if whole.code.fits(shapes):
+            return whole
+        packs = self._prepare(fetches, feeds, Division(AUTO))
+        try:
+            packs.feeder.fed(values)
+        except ResourceExhausted as error:
+            budget = whole.code.budget
+            other = None if budget is None else budget.refusal(shapes)
+            if other is not None and (other.details or inf) < error.details:
+                raise other from None
+            raise
+        return packs
+
+    def parts(self, fetches: Fetches, feeds: Mapping[Any, Any], division: Division) -> int:
+        """The number of microbatches of a step on these feeds."""
+        if division.microbatches != AUTO:
+            return division.microbatches
+        self.ensure_limited(division)
+        keys, values = tuple(feeds), tuple(feeds.values())
+        prepared = self._chosen(self._prepare(fetches, keys), values, fetches, keys)
+        return len(prepared.feeder.fed(values)[0][-1]) if isinstance(prepared.feeder, DividedFeeder) else 1
 
     def step_of(self, fetches: Fetches, feeds: Mapping[Any, Any]) -> tuple[StepGraph, list[torch.Tensor]]:
         """The step that a run of ``fetches`` is, and its feeds as tensors."""
@@ -446,6 +491,7 @@ class Session:
         while notices:
             warnings.warn(notices.pop(), stacklevel=user_level(None))
         program, forward = prepared.code.at(shapes)
+        self._ran = prepared.code
         results = self._steps.step(prepared, program, tensors, timeout, forward, program.commit, cut)
         if type(forward) is tiers.GuardedCode and prepared.is_plain:
             again = prepared.guarded is forward  # a step that runs once needs none
@@ -541,7 +587,7 @@ class Session:
             with uncollected():
                 old = None if prepared is None else prepared.code
                 code = partial(self._code, old=old)
-                if division.microbatches > 1:
+                if not division.is_whole:
                     for option in ("microbatches", "schedule" if division.schedule else "accumulation"):
                         self._ensure_together(option, None)
                     packs = None if self.memory_budget is None else partial(self._packs, old=old)
@@ -632,7 +678,9 @@ class Session:
         """A line for each signature run here and each choice of feed sizes: the running code and the reason."""
         return [line for code in self._codes() for line in code.status()]
 
-    def code(self, fetches: Fetches, feeds: Sequence[FeedKey] = (), *, microbatches: int = 1) -> str:
+    def code(
+        self, fetches: Fetches, feeds: Sequence[FeedKey] = (), *, microbatches: int | Literal["auto"] = 1
+    ) -> str:  # fmt: skip
         """The code that runs a signature here, and the reason, for the first sizes; empty before its first run.
 
         >>> import tfnb
@@ -643,7 +691,10 @@ class Session:
         >>> session.run(y, {x: torch.zeros(1, 3)}), session.code(y, [x])
         (tensor([[1., 1., 1.]]), 'generated code')
         """
-        code = self._prepare(fetches, tuple(feeds), Division(microbatches)).code
+        wanted = division(microbatches)
+        if wanted.microbatches == AUTO and isinstance(self._ran, PackCode):
+            return self._ran.code()
+        code = self._prepare(fetches, tuple(feeds), WHOLE if wanted.microbatches == AUTO else wanted).code
         return code.code() if code.is_lowered else ""
 
     def limited(self, memory_budget: int | str | None) -> AbstractContextManager[None]:
@@ -657,6 +708,12 @@ class Session:
             yield
         finally:
             self.memory_budget = kept
+
+    @property
+    def plan(self) -> SizedPlan | PackPlan | None:
+        """The memory plan of the last step that ran here within a memory budget; None without one."""
+        budget = None if self._ran is None else self._ran.budget
+        return None if budget is None else budget.last
 
     def plans(self) -> list[tuple[str, SizedPlan | PackPlan]]:
         """With a memory budget: names and sizes of the feeds of each signature run here, and the plan."""
