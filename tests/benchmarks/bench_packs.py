@@ -80,7 +80,7 @@ class Transformer(nn.Module):
 
 
 @dataclass
-class Recorded:
+class GptTraining:
     """The training, cut into packs. rows: of a whole step."""
 
     layers: int = 12
@@ -112,7 +112,7 @@ class Recorded:
         return done
 
 
-def seconds_of(made: Recorded, steps: int) -> tuple[dict[tuple[str, int], float], float]:
+def seconds_of(made: GptTraining, steps: int) -> tuple[dict[tuple[str, int], float], float]:
     """The median processor time of each piece, and bytes a second that stand to its arithmetic as on the device."""
     found: dict[tuple[str, int], list[float]] = {}
     for _ in range(steps):
@@ -124,7 +124,7 @@ def seconds_of(made: Recorded, steps: int) -> tuple[dict[tuple[str, int], float]
     return medians, LINK / FLOPS * counter.get_total_flops() / sum(medians[piece] for piece in tasks)
 
 
-def compared(made: Recorded, steps: int) -> dict[str, dict[str, Any]]:
+def compared(made: GptTraining, steps: int) -> dict[str, dict[str, Any]]:
     """Bytes and times of each order and policy, the times in units of the last one as well."""
     medians, rate = seconds_of(made, steps)
 
@@ -167,7 +167,7 @@ def throttled(rate: float) -> Iterator[None]:
         yield
 
 
-def real(made: Recorded, rate: float) -> dict[str, float]:
+def real(made: GptTraining, rate: float) -> dict[str, float]:
     """Seconds of a step by the clock with throttled copies, one after the other and after the tasks."""
     found = {}
     with throttled(rate):
@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--real", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    made = Recorded(options.layers, options.width)
+    made = GptTraining(options.layers, options.width)
     rows = compared(made, options.steps)
     for name, row in rows.items():
         units_of = "  ".join(f"{key} {row[key]:6.2f}" for key in ("MB", "weight", "gradient", "state", "border MB"))

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests.benchmarks.bench_packs import FIRST, LAST, ORDERS, Recorded, main
+from tests.benchmarks.bench_packs import FIRST, LAST, ORDERS, GptTraining, main
 
 
 def test_packs_of_a_small_gpt_move_less_and_last_less_than_lru(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,7 +25,7 @@ def test_packs_of_a_small_gpt_move_less_and_last_less_than_lru(capsys: pytest.Ca
 
 
 def test_every_order_is_carried_out_with_the_bytes_of_its_plan() -> None:
-    made = Recorded(layers=4, width=32)
+    made = GptTraining(layers=4, width=32)
     made.budget = max(made.step(order).least for order, _ in ORDERS.values())
     done = {name: made.ran(name) for name in ORDERS}
     assert len({run.loaded + run.stored for run in done.values()}) > 4

@@ -124,6 +124,15 @@ def test_each_size_of_a_batch_has_its_number_and_the_largest_is_told() -> None:
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
 
 
+def test_a_callable_keeps_the_budget_that_it_was_made_with() -> None:
+    made = Training("dense")
+    session = tfnb.Session(made.graph, compile="off")
+    with session.limited("80KB"):
+        call = session.make_callable([made.train], [made.x, made.y], microbatches="auto")
+    call(made.rows, made.labels)
+    assert isinstance(session.plan, PackPlan) and session.plan.budget == 80_000 and session.memory_budget is None
+
+
 def test_a_step_that_cannot_be_divided_runs_as_a_whole_if_it_fits() -> None:
     """Rows on axis 1: no batch to divide."""
     with tfnb.record() as graph:
@@ -163,7 +172,7 @@ def test_auto_without_a_budget_is_refused_before_anything_runs() -> None:
 def plan() -> PackPlan:
     """The plan of a step in four packs that ran once."""
     made = Training("dense")
-    session = tfnb.Session(made.graph, compile="off", memory_budget="60KB")
+    session = tfnb.Session(made.graph, compile="off", memory_budget="80KB")
     assert session.plan is None
     session.make_callable([made.train], [made.x, made.y], microbatches=2)(made.rows, made.labels)
     assert isinstance(session.plan, PackPlan)

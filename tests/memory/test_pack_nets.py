@@ -24,7 +24,7 @@ from tfnb.graph import mapped_files
 ROWS, WIDTH, TIME, WORDS = 12, 6, 3, 9
 
 
-class Residual(nn.Module):
+class ResidualNet(nn.Module):
     """Layers in a list, as most models have them."""
 
     def __init__(self, make: Callable[[], nn.Module], depth: int) -> None:
@@ -37,7 +37,7 @@ class Residual(nn.Module):
         return x
 
 
-class Recurrent(nn.Module):
+class RecurrentLayer(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
         self.cell = kind(WIDTH, WIDTH, batch_first=True)
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v)
 
 
-class Looped(nn.Module):
+class LoopLayer(nn.Module):
     """A counted loop over one matrix, which the loop captures."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Looped(nn.Module):
         return tfnb.while_loop(lambda i, h: i < 3, body, (torch.tensor(0), x))[1]  # type: ignore[no-any-return]
 
 
-class Branched(nn.Module):
+class BranchLayer(nn.Module):
     """A branch that is chosen by the weights of the layer."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Branched(nn.Module):
         return tfnb.cond(self.one.bias.sum() > 0, lambda: torch.tanh(y), lambda: y * 0.5)  # type: ignore[no-any-return]
 
 
-class Tied(nn.Module):
+class TiedNet(nn.Module):
     """The first and the last layer share a matrix."""
 
     def __init__(self, depth: int) -> None:
@@ -97,7 +97,7 @@ class Tied(nn.Module):
         return x @ self.enter.weight
 
 
-class Embedded(nn.Module):
+class WordNet(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
@@ -125,13 +125,13 @@ def normed() -> list[nn.Module]:
 
 NETS: dict[str, Callable[[int], nn.Module]] = {
     "convolutions": blocks(lambda: convolutions(False)), "convolutions, batch norm": blocks(lambda: convolutions(True)),
-    "RNN": lambda depth: Residual(lambda: Recurrent(nn.RNN), depth),
-    "LSTM": lambda depth: Residual(lambda: Recurrent(nn.LSTM), depth),
-    "attention": lambda depth: Residual(Attention, depth), "tied": Tied, "batch norm": blocks(normed),
+    "RNN": lambda depth: ResidualNet(lambda: RecurrentLayer(nn.RNN), depth),
+    "LSTM": lambda depth: ResidualNet(lambda: RecurrentLayer(nn.LSTM), depth),
+    "attention": lambda depth: ResidualNet(Attention, depth), "tied": TiedNet, "batch norm": blocks(normed),
     "dropout": blocks(lambda: [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh()]),
     "frozen": blocks(lambda: [nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]),
-    "loop": lambda depth: Residual(Looped, depth), "branch": lambda depth: Residual(Branched, depth),
-    "embedding": Embedded, "two optimizers": blocks(lambda: [nn.Linear(WIDTH, WIDTH), nn.Tanh()]),
+    "loop": lambda depth: ResidualNet(LoopLayer, depth), "branch": lambda depth: ResidualNet(BranchLayer, depth),
+    "embedding": WordNet, "two optimizers": blocks(lambda: [nn.Linear(WIDTH, WIDTH), nn.Tanh()]),
 }  # fmt: skip
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "SGD": lambda: tfnb.train.SGD(0.1), "momentum": lambda: tfnb.train.SGD(0.1, momentum=0.9),
@@ -144,7 +144,7 @@ ROUNDED = frozenset({"RNN", "LSTM"})  # `stack` makes one product of those of se
 
 
 @dataclass
-class Drawn:
+class RandomNet:
     """A net, recorded, with its data: all of it follows from the kind and a number."""
 
     kind: str
@@ -183,7 +183,7 @@ class Drawn:
 
 def least_of(kind: str, number: int, microbatches: int | str) -> int:
     """The smallest budget that the error of one byte names, which works, while one byte less is refused."""
-    made = Drawn(kind, number)
+    made = RandomNet(kind, number)
     before = [variable.value().clone() for variable in made.graph.variables]
     with pytest.raises(ResourceExhausted, match="smallest feasible budget") as raised:
         made.trained(1, microbatches)
@@ -197,13 +197,13 @@ def least_of(kind: str, number: int, microbatches: int | str) -> int:
 
 def check(kind: str, number: int, folder: Path | None) -> None:
     """Plain microbatches, then packs on the least budget, on random ones above it, and on one of everything."""
-    plain = Drawn(kind, number)
+    plain = RandomNet(kind, number)
     want, _ = plain.trained(None, plain.microbatches)
     least = least_of(kind, number, plain.microbatches)
     whole = 4 * sum(value.nbytes for value in want)
     for budget in (least, least + plain.chosen.randint(1, least), least + whole):
         with tfnb.mapped_memory(folder) if folder else nullcontext():
-            made = Drawn(kind, number)
+            made = RandomNet(kind, number)
         got, session = made.trained(budget, made.microbatches)
         plan = session.plan
         assert isinstance(plan, PackPlan) and plan.last is not None

@@ -79,7 +79,7 @@ class Budget:
             try:
                 self.planned(shapes)
             except ResourceExhausted as error:
-                self._refused[shapes] = error
+                self._refused[shapes] = error.with_traceback(None)
         return self._refused.get(shapes)
 
     def plans(self) -> Iterator[tuple[str, SizedPlan]]:

@@ -181,7 +181,7 @@ def look_at_means(
     session: Session, fetches: Fetches, keys: Sequence[Any], values: Sequence[Any], division: Division
 ) -> None:  # fmt: skip
     """Warn, once for each step and number of microbatches, of a loss that is no mean over the rows of a batch."""
-    microbatches = session.parts(fetches, dict(zip(keys, values, strict=True)), division)
+    microbatches = session.microbatches_of(fetches, dict(zip(keys, values, strict=True)), division)
     if microbatches == 1:
         return
     step, tensors = session.step_of(fetches, dict(zip(keys, values, strict=True)))

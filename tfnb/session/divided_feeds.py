@@ -70,7 +70,11 @@ class DividedFeeder:
 
     def fed(self, given: Iterable[Any]) -> Fed:
         """The batch as converted by `Feeder.fed`, then the microbatches' shapes for each feed, and their shares."""
-        tensors, shapes = self.whole.fed(given)
+        return self.with_more(self.whole.fed(given))
+
+    def with_more(self, batch: Fed) -> Fed:
+        """What is fed for a batch that was converted."""
+        tensors, shapes = batch
         more = self.more(tensors)
         return [*tensors, *more], (*shapes, *(tensor.shape for tensor in more))
 

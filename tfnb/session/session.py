@@ -40,7 +40,7 @@ from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, table
 from tfnb.placement.requests import tasks_of
 from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level
-from tfnb.session.divided_feeds import AUTO, WHOLE, DividedFeeder, Division, division
+from tfnb.session.divided_feeds import AUTO, WHOLE, Division, division
 from tfnb.session.feeding import Fed
 from tfnb.session.prepared import PreparedRun, prepare, prepare_divided, same_step
 from tfnb.session.saved_state import SavedState
@@ -255,7 +255,7 @@ class Session:
         wanted = division(microbatches)
         self.ensure_limited(wanted)
         asked = WHOLE if wanted.microbatches == AUTO else wanted
-        prepared = self._prepare(fetches, feeds, asked)
+        prepared, budget = self._prepare(fetches, feeds, asked), self.memory_budget
 
         def watched(*values: object) -> Any:
             watch = None if self._is_twin else self.graph.attached.get("watch")
@@ -271,13 +271,19 @@ class Session:
             if len(values) != len(feeds):
                 raise InvalidArgument(f"this callable takes {len(feeds)} values, got {len(values)}")
             prepared.ensure_fresh()
-            chosen = prepared if wanted == asked else self._chosen(prepared, values, fetches, feeds)
+            if wanted != asked:
+                with self._limited(budget):
+                    chosen, fed = self._chosen(prepared, prepared.feeder.fed(values), fetches, feeds)
+                    results = (
+                        self._execute(chosen, fed, None) if check is None else self._checked(chosen, fed, None, check)
+                    )
+                return chosen.rebuild(results)
             if check is not None:
-                return chosen.rebuild(self._checked(chosen, chosen.feeder.fed(values), None, check))
-            results = self._directly(chosen, values)
+                return prepared.rebuild(self._checked(prepared, prepared.feeder.fed(values), None, check))
+            results = self._directly(prepared, values)
             if results is None:
-                results = self._execute(chosen, chosen.feeder.fed(values), None)
-            return chosen.rebuild(results)
+                results = self._execute(prepared, prepared.feeder.fed(values), None)
+            return prepared.rebuild(results)
 
         return watched
 
@@ -290,34 +296,32 @@ class Session:
             )
 
     def _chosen(
-        self, whole: PreparedRun, values: Sequence[Any], fetches: Fetches, feeds: tuple[FeedKey, ...]
-    ) -> PreparedRun:
-        """The whole step if it keeps the memory budget on these values, else the step in packs and microbatches.
+        self, whole: PreparedRun, batch: Fed, fetches: Fetches, feeds: tuple[FeedKey, ...]
+    ) -> tuple[PreparedRun, Fed]:  # fmt: skip
+        """The whole step if it keeps the memory budget on a batch, else the step in packs, with what is fed.
 
         Raises ResourceExhausted with the least of both budgets.
         """
-        shapes = whole.feeder.fed(values)[1]
-        if whole.code.fits(shapes):
-            return whole
+        if whole.code.fits(batch[1]):
+            return whole, batch
         packs = self._prepare(fetches, feeds, Division(AUTO))
         try:
-            packs.feeder.fed(values)
+            return packs, packs.feeder.with_more(batch)  # type: ignore[attr-defined]
         except ResourceExhausted as error:
             budget = whole.code.budget
-            other = None if budget is None else budget.refusal(shapes)
-            if other is not None and (other.details or inf) < error.details:
+            other = None if budget is None else budget.refusal(batch[1])
+            if other is not None and (other.details or inf) < (error.details or 0):
                 raise other from None
             raise
-        return packs
 
-    def parts(self, fetches: Fetches, feeds: Mapping[Any, Any], division: Division) -> int:
+    def microbatches_of(self, fetches: Fetches, feeds: Mapping[Any, Any], division: Division) -> int:
         """The number of microbatches of a step on these feeds."""
         if division.microbatches != AUTO:
             return division.microbatches
         self.ensure_limited(division)
-        keys, values = tuple(feeds), tuple(feeds.values())
-        prepared = self._chosen(self._prepare(fetches, keys), values, fetches, keys)
-        return len(prepared.feeder.fed(values)[0][-1]) if isinstance(prepared.feeder, DividedFeeder) else 1
+        keys, whole = tuple(feeds), self._prepare(fetches, tuple(feeds))
+        chosen, (tensors, _) = self._chosen(whole, whole.feeder.fed(feeds.values()), fetches, keys)
+        return 1 if chosen is whole else len(tensors[-1])
 
     def step_of(self, fetches: Fetches, feeds: Mapping[Any, Any]) -> tuple[StepGraph, list[torch.Tensor]]:
         """The step that a run of ``fetches`` is, and its feeds as tensors."""
