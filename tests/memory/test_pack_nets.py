@@ -140,7 +140,9 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 
 REFUSED = {("embedding", "SGD")}  # a gradient of rows: see `test_a_gradient_of_rows_is_refused_with_a_remedy`
-ROUNDED = frozenset({"RNN", "LSTM"})  # `stack` makes one product of those of several time steps, in packs of others
+# `stack` makes one product of those of several time steps, in packs of others; plain microbatches add the entries of an
+# embedding's gradient in another order
+ROUNDED = frozenset({"RNN", "LSTM", "embedding"})
 
 
 @dataclass
@@ -210,7 +212,7 @@ def check(kind: str, number: int, folder: Path | None) -> None:
         assert plan.last.most == plan.schedule.most <= budget, (kind, number, budget)
         assert plan.last.loaded + plan.last.stored == plan.schedule.moved, (kind, number, budget)
         if kind in ROUNDED:
-            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14)
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-14)
         else:
             assert all(map(torch.equal, want, got)), (kind, number, budget, made.microbatches)
 

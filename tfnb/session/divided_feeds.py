@@ -38,7 +38,7 @@ WHOLE = Division()
 
 
 def division(microbatches: object) -> Division:
-    """The division that is asked for; raises InvalidArgument for what is no number, and not ``"auto"``."""
+    """The division into so many microbatches, or ``"auto"``; raises InvalidArgument for other values."""
     if isinstance(microbatches, str) and microbatches == AUTO:
         return Division(AUTO)
     if type(microbatches) is not int or microbatches < 1:
@@ -73,7 +73,7 @@ class DividedFeeder:
         return self.with_more(self.whole.fed(given))
 
     def with_more(self, batch: Fed) -> Fed:
-        """What is fed for a batch that was converted."""
+        """The feeds of a converted batch, with the shapes of its microbatches."""
         tensors, shapes = batch
         more = self.more(tensors)
         return [*tensors, *more], (*shapes, *(tensor.shape for tensor in more))

@@ -298,7 +298,7 @@ class Session:
     def _chosen(
         self, whole: PreparedRun, batch: Fed, fetches: Fetches, feeds: tuple[FeedKey, ...]
     ) -> tuple[PreparedRun, Fed]:  # fmt: skip
-        """The whole step if it keeps the memory budget on a batch, else the step in packs, with what is fed.
+        """The whole step if a batch keeps the memory budget, else the step in packs, with its feeds.
 
         Raises ResourceExhausted with the least of both budgets.
         """
