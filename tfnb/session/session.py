@@ -274,10 +274,10 @@ class Session:
             if wanted != asked:
                 with self._limited(budget):
                     chosen, fed = self._chosen(prepared, prepared.feeder.fed(values), fetches, feeds)
-                    results = (
-                        self._execute(chosen, fed, None) if check is None else self._checked(chosen, fed, None, check)
+                    run: Callable[..., list[Any]] = (
+                        self._execute if check is None else partial(self._checked, check=check)
                     )
-                return chosen.rebuild(results)
+                    return chosen.rebuild(run(chosen, fed, None))
             if check is not None:
                 return prepared.rebuild(self._checked(prepared, prepared.feeder.fed(values), None, check))
             results = self._directly(prepared, values)
