@@ -447,11 +447,13 @@ class TfnbMagics(RunMagics):
     @magic(
         argument("size", nargs="?", metavar="SIZE", help="such as 512MB or 1.5GiB; without it: what is planned"),
         argument("--off", action="store_true", help="no budget"),
+        argument("--slider", action="store_true", help="20 budgets for the step in packs that ran last"),
     )
     def tfbudget(self, line: str, cell: str | None = None) -> Any:
         """The memory that a step may hold, variables included, feeds not; values are computed again to keep it.
 
-        %tfbudget 512MB
+        --slider draws when copies and tasks of a step in packs and microbatches go on, and predicts its time on the
+        chosen budget. %tfbudget 512MB
         """
         options = self._line_only(self.tfbudget, line, cell)
         if options.help:
@@ -464,12 +466,19 @@ class TfnbMagics(RunMagics):
             except tfnb.errors.InvalidArgument as error:
                 raise UsageError(str(error)) from None
         budget = session.memory_budget
-        plans = [(at, found.plan) for at, found in session.plans()]
-        rows: list[tuple[Any, ...]] = [
-            (at, plan.peak, plan.state, budget, len(plan.values), "; ".join(map(str, plan.loops))) for at, plan in plans
-        ]
-        columns = ("feeds", "peak", "variables", "budget", "nodes again", "loops")
-        return self._out(options, Table(columns, rows or [("any", "", "", budget, "", "")]))
+        if options.slider:
+            plan = session.plan
+            if not hasattr(plan, "others"):
+                raise UsageError(
+                    "no step of this graph in packs ran here: fit(..., memory_budget=, microbatches=) divides one"
+                )
+            labels = [tfnb.memory.byte_counts.told(one.budget) for one in plan.others]
+            nearest = min(range(len(labels)), key=lambda at: abs(plan.others[at].budget - plan.budget))
+            picture = lambda at: tfnb.view.lanes_html(plan.others[at])  # noqa: E731
+            return self._out(options, tfnb.widgets.BudgetSlider(labels, picture, nearest))
+        rows = [(at, found.plan.peak, found.plan.state, budget, str(found)) for at, found in session.plans()]
+        columns = ("feeds", "peak", "variables", "budget", "plan")
+        return self._out(options, Table(columns, rows or [("any", "", "", budget, "")]))
 
     @magic(argument("file", nargs="?", type=Path, help="a .safetensors file"))
     def tfsave(self, line: str, cell: str | None = None) -> Any:

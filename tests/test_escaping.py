@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,15 +23,20 @@ from tests.view.test_escape import NASTY, graph
 from tfnb import view, watching
 from tfnb.cluster.notebook import card
 from tfnb.doctor import DoctorReport, Finding
+from tfnb.execution.pack_step import PackPlan, PackRun
 from tfnb.fitting import background, comparing, fit_loop
 from tfnb.graph import Contents, Graph, Spec, Variable
 from tfnb.magics import text_table
+from tfnb.memory.lane_clock import Bar, LaneTimes
+from tfnb.memory.moves import MoveKind, MovePolicy, Schedule
+from tfnb.memory.pack_tasks import DeviceItem, PackPiece, PackTask, Phase, Role
 from tfnb.passes import pipeline
 from tfnb.passes.flow.places import Place
 from tfnb.passes.flow.reasons import StepParts, parts_of_graph
 from tfnb.placement.stages import PipelineStage, StagedStep
 from tfnb.state import checkpoint
 from tfnb.widgets import curve, progress
+from tfnb.widgets.budget_slider import BudgetSlider
 
 MORE = ["\x85\x9b31m", "\u2066\u2069\u200b\u200e", "\ufeff\ufffe\U000e0001", "\udfff\ud800", "\u061c\u00ad"]
 CURVE = [(1.0, 2.0), (2.0, 1.0)]
@@ -93,6 +99,27 @@ def status(text: str) -> card.Status:
     return card.Status(text, ((text, text),), (row,), (text,), ((text, text),))
 
 
+def packed(text: str) -> Any:
+    """The plan of a step in packs whose tensors and answer have this name."""
+    task = PackTask(PackPiece(Phase.FORWARD, 0), 0, ())
+    item = DeviceItem(Role.WEIGHT, Variable(torch.zeros(1), name=text))
+    bars = (Bar(MoveKind.IN, item, 0.0, 1.0), Bar(MoveKind.RUN, task, 1.0, 2.0))
+    one = NamedPlan(text, times=LaneTimes(bars, 2.0, {}), last=PackRun(bars=[*bars]))
+    one.others = (NamedPlan(text, budget=1, schedule=Schedule((), {}, 0, MovePolicy()), slowdown=1.0),)
+    return one
+
+
+class NamedPlan(SimpleNamespace):
+    """A plan whose answer is a text."""
+
+    def __init__(self, text: str, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
 PRODUCERS: dict[str, Callable[[str], str]] = {
     "tfnb.graph.graph.Graph": lambda text: graph(text)._repr_html_(),
     "tfnb.graph.difference.Difference": lambda text: graph(text).diff(graph("b"))._repr_html_(),
@@ -115,6 +142,11 @@ PRODUCERS: dict[str, Callable[[str], str]] = {
         curve.svg(text, CURVE), curve.bands(text, {text: [(1, 2, 0.1), (2, 1, 0.1)]}), curve.bars(text, [1, 2], 0, 1),
         curve.table([(text, text, "")]),
     ]),
+    "tfnb.view.pack_lanes": lambda text: view.plan_html(packed(text)),
+    "tfnb.execution.pack_step.PackPlan": lambda text: PackPlan._repr_html_(packed(text)),
+    "tfnb.widgets.budget_slider.BudgetSlider": lambda text: BudgetSlider(
+        [text], lambda at: view.plan_html(packed(text))
+    )._repr_mimebundle_()["text/html"],
     "tfnb.view.export": lambda text: "".join([view.graph_html(graph(text)), view.graph_svg(graph(text))]),
     "tfnb.view.cluster_picture": lambda text: view.cluster_svg(
         [card.CardRow(name, "", text, "", "", ((text, text),), text) for name in (text, "ps:0")]

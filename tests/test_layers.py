@@ -74,6 +74,7 @@ LATE = {
     ("tfnb/passes/pipeline.py", "tfnb.view"): "a repr asks view",
     ("tfnb/placement/stages.py", "tfnb.view"): "a repr asks view",
     ("tfnb/execution/tracing/trace.py", "tfnb.view"): "a repr asks view",
+    ("tfnb/execution/pack_step.py", "tfnb.view"): "a repr asks view",
     (
         "tfnb/recording/cells/block.py",
         "tfnb.eager",

@@ -6,7 +6,12 @@ Loads a widget library only when a class is first used, so that a page can read 
 from importlib import import_module
 from typing import Any
 
-_HOME = {"GraphWidget": "graph_widget", "LivePlot": "live_plot", "ProgressPanel": "progress"}
+_HOME = {
+    "BudgetSlider": "budget_slider",
+    "GraphWidget": "graph_widget",
+    "LivePlot": "live_plot",
+    "ProgressPanel": "progress",
+}
 
 __all__ = sorted(_HOME)
 

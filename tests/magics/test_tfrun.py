@@ -280,10 +280,11 @@ def test_variables_are_listed(net):
 
 
 def test_a_memory_budget_is_set_shown_and_taken_back(net):
-    assert list(net.ok("%tfbudget 1.5KiB").result) == [("any", "", "", 1536, "", "")]
+    assert list(net.ok("%tfbudget 1.5KiB").result) == [("any", "", "", 1536, "")]
     value = net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result
     (row,) = net.ok("%tfbudget").result
-    assert row[0] == "x [5, 3]" and 32 < row[1] <= 1536 and row[2:5] == (32, 1536, 0)  # 24 bytes of weight, 8 of bias
+    assert row[0] == "x [5, 3]" and 32 < row[1] <= 1536 and row[2:4] == (32, 1536)  # 24 bytes of weight, 8 of bias
+    assert row[4] == f"at most {row[1]} bytes, 32 of them Variables, 0 nodes again"
     net.ok("%tfbudget 9B")
     ran = net.run("%tfrun loss -f x=torch.zeros(5, 3)")
     assert isinstance(ran.error, tfnb.errors.ResourceExhausted) and f"budget is {row[1]:,} bytes" in str(ran.error)
@@ -293,6 +294,15 @@ def test_a_memory_budget_is_set_shown_and_taken_back(net):
     net.ok("%tfbudget --off")
     assert torch.equal(net.ok("%tfrun loss -f x=torch.zeros(5, 3)").result, value)
     assert "not 'much'" in net.run("%tfbudget much").err
+
+
+def test_the_slider_of_budgets_is_of_the_step_in_packs_that_ran_last(net):
+    assert "no step of this graph in packs ran here" in net.run("%tfbudget --slider").err
+    net.ok("%%tfgraph net --no-show\ntrain = tfnb.train.SGD(0.1).minimize(loss)")
+    net.ok('tfnb.fit(train, {x: torch.ones(4, 3)}, memory_budget="1KB", microbatches=2)')
+    slider = net.ok("%tfbudget --slider").result
+    assert len(slider.slider.options) == 20 and "predicted" in slider.html.value
+    assert slider.slider.options[0][0].endswith("bytes")
 
 
 def test_table_says_the_same_as_text_and_html(net):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tfnb.errors import ResourceExhausted
 from tfnb.execution.lowering.lower import lower
 from tfnb.execution.lowering.program import Program
 from tfnb.kernels import memory_budget
@@ -58,6 +59,8 @@ class Budget:
     def __init__(self, program: Program, budget: int, once: Sequence[Pass] = ONCE) -> None:
         self.first, self.budget, self.once = program, budget, once
         self._found: dict[Sizes, SizedPlan] = {}
+        self._refused: dict[Sizes, ResourceExhausted] = {}
+        self.last: SizedPlan | None = None  # of the step that ran last
         self._spill = SpillFile()
         self._lock = threading.Lock()
 
@@ -67,7 +70,17 @@ class Budget:
         if found is None:
             with self._lock:
                 found = self._found[shapes] = self._planned(shapes)
+        self.last = found
         return found
+
+    def refusal(self, shapes: Sizes) -> ResourceExhausted | None:
+        """The error of feeds of these shapes; None if a step on them keeps the budget."""
+        if shapes not in self._found and shapes not in self._refused:
+            try:
+                self.planned(shapes)
+            except ResourceExhausted as error:
+                self._refused[shapes] = error.with_traceback(None)
+        return self._refused.get(shapes)
 
     def plans(self) -> Iterator[tuple[str, SizedPlan]]:
         """The plans made so far, with names and shapes of the feeds."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,16 +26,20 @@ from tfnb.execution.explain import explained
 from tfnb.execution.lowering.lower import lower_step
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.virtual_device import HostCopy, ProcessCopy, RangeCopy, RegionCopy, VirtualDevice, host_copy
-from tfnb.graph import Contents, Dim, Node, Spec, Value, Variable, mapped_files
+from tfnb.graph import Contents, Dim, Graph, Node, Spec, Value, Variable, mapped_files
 from tfnb.graph.graph import new_id
 from tfnb.graph.mapped_files import region_of
 from tfnb.graph.variable_locks import LOCKS, Access, Use, VariableSnapshot
 from tfnb.interrupts import from_signal_handler
 from tfnb.kernels.random import REPLICA
 from tfnb.memory import MemoryPlan
+from tfnb.memory.byte_counts import told
+from tfnb.memory.lane_clock import Bar, LaneTimes, lane_times
+from tfnb.memory.microbatch_search import quickest
 from tfnb.memory.moves import MoveKind, MovePolicy, Schedule, Victims, best_schedule, need, schedule
 from tfnb.memory.pack_cut import CutPiece, PackCut
 from tfnb.memory.pack_tasks import DeviceItem, PackPiece, PackTask, Phase, Role, tasks_of
+from tfnb.memory.prices import RATE, computing
 from tfnb.memory.rematerialize import counted
 from tfnb.memory.scratch import variable_bytes
 from tfnb.passes import StepGraph, feed_symbols, step_graph
@@ -44,13 +48,15 @@ from tfnb.passes.flow.row_weights import weighed
 from tfnb.passes.liveness import nominal
 from tfnb.passes.pipeline import with_fed
 
+BUDGETS = 20  # of which a plan tells what they would do
 _NARROW = (torch.float16, torch.bfloat16)  # summed in float32
 Rows = tuple[int, ...]  # of each microbatch
 
 
 @dataclass
 class PackRun:
-    """A computed step. most: bytes on the device at once. loaded, stored: bytes copied. seconds: of each task.
+    """A computed step. most: bytes on the device at once. loaded, stored: bytes copied. seconds: of each task, of the
+    processor. bars: of copies and tasks, by the clock.
 
     told: the fetches of each microbatch that others wait for: totals, and means that are weighted by one.
     """
@@ -61,6 +67,7 @@ class PackRun:
     loaded: int = 0
     stored: int = 0
     seconds: dict[PackTask, float] = field(default_factory=dict)
+    bars: list[Bar] = field(default_factory=list)
 
 
 class PackPrograms:
@@ -92,6 +99,10 @@ class PackPrograms:
                     f"{variable.name} is on {variable.spec.device}: packs keep Variables on the host, and run on a "
                     "virtual device of the CPU only; leave out microbatches or memory_budget"
                 )
+
+    def price(self, rows: int) -> float:
+        """The price of the step on so many rows, with all that it needs on the device and nothing computed again."""
+        return _price(self.step.graph, self.step, dict.fromkeys(self.axes, rows))
 
     def spec(self, value: Value) -> Spec:
         """The spec of a value of the step."""
@@ -180,6 +191,26 @@ class PackStep:
         value: Any = item.key
         return self._value_bytes(value, max(item.micro, 0), wide=item.role is Role.GRADIENT)
 
+    @cached_property
+    def prices(self) -> Mapping[PackTask, float]:
+        """What each task computes, in the unit of `tfnb.memory.prices`."""
+        found: dict[tuple[PackPiece, int], float] = {}
+        for task in self.tasks:
+            key = task.piece, self.rows[max(task.micro, 0)]
+            if key not in found:
+                _, program = self.programs[task.piece]
+                found[key] = _price(program.graph, program, self._sizes(max(task.micro, 0)))
+        return {task: found[task.piece, self.rows[max(task.micro, 0)]] for task in self.tasks}
+
+    def times(self, plan: Schedule) -> LaneTimes:
+        """The predicted bars of a step whose copies go on beside its tasks, in the unit of `tfnb.memory.prices`."""
+        return lane_times(plan, self.tasks, self.sizes, RATE, self.prices.__getitem__)
+
+    @property
+    def least(self) -> int:
+        """The smallest budget that the step can keep: the need of its largest task."""
+        return max(map(self.need, self.tasks))
+
     def need(self, task: PackTask) -> int:
         """Bytes on the device while a task runs, with nothing beside it."""
         return need(task, self.sizes)
@@ -205,6 +236,7 @@ class PackStep:
         device = VirtualDevice(budget, host, ProcessCopy if file is None else partial(RangeCopy, file))
         done = PackRun()
         with nullcontext() if file is None else heap.returned():
+            start = began = time.perf_counter()
             for kind, item, at in plan.moves:
                 match kind:
                     case MoveKind.RUN:
@@ -217,6 +249,11 @@ class PackStep:
                         device.settle(item)
                     case _:
                         device.drop(item)
+                ended = time.perf_counter()
+                if kind in (MoveKind.IN, MoveKind.RUN, MoveKind.OUT):
+                    subject = self.tasks[at] if item is None else item
+                    done.bars.append(Bar(kind, subject, began - start, ended - start))
+                began = ended
         for value, parts in done.told.items():
             total = done.fetched[value] = _zeros(parts[0])
             for micro, part in enumerate(parts):
@@ -287,6 +324,11 @@ class PackStep:
             total.div_(weight.of(sum(numbers)))
 
 
+def _price(graph: Graph, of: Program | StepGraph, sizes: Mapping[str, int]) -> float:
+    """The price of the nodes of a pruned graph; what it was pruned from knows the sizes of what is fed."""
+    return computing(with_fed(graph, of.whole, of.feeds).contents, sizes, again=False, nodes=graph.nodes)
+
+
 def _variable(item: DeviceItem) -> Variable:
     found: Variable = item.key  # type: ignore[assignment]
     return found
@@ -347,7 +389,7 @@ def rows_of(programs: PackPrograms, feeds: Sequence[torch.Tensor]) -> Rows:
     return tuple(feeds[len(programs.step.feeds)][:, 0].tolist())
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PackPlan:
     """The plan of a step in packs, for microbatches of so many rows. last: the last step that was computed."""
 
@@ -364,6 +406,27 @@ class PackPlan:
         return f"in files of {', '.join(sorted(folders))}" if folders else "on the host"
 
     @cached_property
+    def times(self) -> LaneTimes:
+        """The predicted bars of the step."""
+        return self.step.times(self.schedule)
+
+    @cached_property
+    def slowdown(self) -> float:
+        """The predicted time of the step in units of that without a budget."""
+        return self.times.end / self.step.of.price(sum(self.step.rows))
+
+    def at(self, budget: int) -> PackPlan:
+        """The plan of the same packs and microbatches on another budget; raises ResourceExhausted."""
+        return PackPlan(self.step, self.step.planned(budget), budget)
+
+    @cached_property
+    def others(self) -> tuple[PackPlan, ...]:
+        """Plans on budgets in equal steps, from the least to one beyond which nothing changes."""
+        least, all_at_once = self.step.least, sum(self.step.sizes.values()) + max(t.work for t in self.step.tasks)
+        most = self.step.planned(all_at_once).most
+        return tuple(self.at(least + (most - least) * part // (BUDGETS - 1)) for part in range(BUDGETS))
+
+    @cached_property
     def lru(self) -> int:
         """Bytes that swapping the least recently used tensors moves, in program order, written back if clean."""
         program_order = PackStep(self.step.of, self.step.rows, grouped=False, just_in_time=False)
@@ -377,10 +440,22 @@ class PackPlan:
     def __str__(self) -> str:
         packs, microbatches = self.step.of.cut.packs, len(self.step.rows)
         return (
-            f"at most {self.schedule.most:,} bytes of {self.budget:,} on the device, Variables of "
-            f"{self.step.state_bytes:,} {self.where}: {packs} packs x {microbatches} microbatches, "
-            f"{self.schedule.moved:,} bytes a step move (least recently used: {self.lru:,})"
+            f"kept {told(self.schedule.most)} of {told(self.budget)}: {_counted(packs, 'pack')} x "
+            f"{_counted(microbatches, 'microbatch')}, "
+            f"{told(self.schedule.moved)} a step move, {self.slowdown:.1f} times the time predicted without a budget; "
+            f"Variables of {told(self.step.state_bytes)} {self.where}"
         )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from tfnb.view import plan_html
+
+        return plan_html(self)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 class PackCode:
@@ -391,6 +466,7 @@ class PackCode:
     def __init__(self, step: StepGraph, budget: int) -> None:
         self.step, self.limit = step, budget
         self._plans: dict[Rows, PackPlan] = {}
+        self.last: PackPlan | None = None  # of the step that ran last
         self._lock = threading.Lock()
 
     @cached_property
@@ -406,7 +482,7 @@ class PackCode:
     @property
     def budget(self) -> PackBudget:
         """Its plans."""
-        return PackBudget(self.limit, self._plans, self.program.programs)
+        return PackBudget(self.limit, self._plans, self.program.programs, self.last)
 
     def _planned(self, rows: Rows) -> PackPlan:
         found = self._plans.get(rows)
@@ -414,7 +490,25 @@ class PackCode:
             with self._lock:
                 step = PackStep(self.program.programs, rows)
                 found = self._plans[rows] = PackPlan(step, step.planned(self.limit), self.limit)
+        self.last = found
         return found
+
+    def quickest(self, divide: Callable[[int], Rows]) -> int:
+        """The number of microbatches that fits and is predicted quickest.
+
+        divide: the rows of each microbatch of at most so many. Raises ResourceExhausted with the smallest budget that
+        microbatches of one row need.
+        """
+        programs = self.program.programs
+        step = cache(partial(PackStep, programs))
+        plan = cache(lambda rows: PackPlan(step(rows), step(rows).planned(self.limit), self.limit))
+        most = len(divide(sum(divide(1))))
+        found = quickest(
+            lambda count: step(divide(count)).least <= self.limit, lambda count: plan(divide(count)).times.end, most
+        )
+        rows = divide(found or most)
+        self._plans.setdefault(rows, plan(rows))
+        return len(rows)
 
     def at(self, shapes: tuple[torch.Size, ...]) -> tuple[PackProgram, Callable[..., Any] | None]:
         """The program; the rows of its microbatches are fed."""
@@ -425,8 +519,11 @@ class PackCode:
         return "generated code in packs"
 
     def status(self) -> list[str]:
-        """A line for each plan."""
-        return [f"{at}: {self.code()}; {found}" for at, found in self.budget.plans()]
+        """A line for each plan, with the bytes that swapping in program order would move."""
+        return [
+            f"{at}: {self.code()}; {found} (least recently used: {told(found.lru)})"
+            for at, found in self.budget.plans()
+        ]
 
     def close(self) -> None:
         """Nothing waits for this code."""
@@ -439,11 +536,12 @@ class PackCode:
 
 @dataclass(frozen=True)
 class PackBudget:
-    """The plans of a step in packs under one budget."""
+    """The plans of a step in packs under one budget. last: of the step that ran last."""
 
     budget: int
     found: Mapping[Rows, PackPlan]
     programs: PackPrograms
+    last: PackPlan | None
 
     def plans(self) -> Iterator[tuple[str, PackPlan]]:
         """The plans made so far, with the names of the feeds and the rows of their microbatches."""

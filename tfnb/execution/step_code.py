@@ -12,6 +12,7 @@ from tfnb.execution.budgeted import Budget, SizedPlan
 from tfnb.execution.dataflow.executor import lowered, needs_dataflow
 from tfnb.execution.tiers.tiered import Mode, Tiers
 from tfnb.memory import step_passes
+from tfnb.memory.scratch import state_bytes
 from tfnb.passes import ONCE, StepGraph
 from tfnb.passes.flow.step_flow import CutOptions
 from tfnb.passes.rewrite import Pass
@@ -66,6 +67,12 @@ class StepCode:
             return self.program, self.tiers.forward(shapes)
         found = self.budget.planned(shapes)
         return found.program, self.tiers.forward(shapes) if self._fits(found) else found.forward
+
+    def fits(self, shapes: tuple[torch.Size, ...]) -> bool:
+        """Whether a step on feeds of these shapes keeps the memory budget, if need be by computing values again."""
+        if self.budget is None:
+            return True
+        return state_bytes(self.program.graph) < self.budget.budget and self.budget.refusal(shapes) is None
 
     def _fits(self, found: SizedPlan) -> bool:
         """Whether the step fits its memory budget unchanged, whatever the number of iterations of its loops."""

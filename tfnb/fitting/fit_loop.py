@@ -18,7 +18,7 @@ from operator import is_not
 from os import PathLike
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from tfnb.cluster.engine.members import Mode
 from tfnb.cluster.engine.restarts import Restarts
@@ -70,8 +70,9 @@ class RunResult:
     ``history`` has one entry for each epoch (pass over the data), also one that was cut short: ``epoch``, ``step`` (the
     last one of it), and for each watched value its mean over the epoch, weighted by rows. ``curve`` has them along the
     way: means over equal numbers of steps, at most 400 points. ``code``: which code ran the steps here at the end, why,
-    and what compiling it cost. ``stopped``: why it ended before all steps were taken; empty if they were.
-    ``checkpoint``: the last file that was written of it.
+    and what compiling it cost. ``memory``: with a memory budget, what of it the largest batch kept, and how.
+    ``stopped``: why it ended before all steps were taken; empty if they were. ``checkpoint``: the last file that was
+    written of it.
     """
 
     steps: int
@@ -81,6 +82,7 @@ class RunResult:
     code: str = ""
     stopped: str = ""
     checkpoint: Path | str | None = None
+    memory: str = ""
 
     @property
     def summary(self) -> str:
@@ -89,7 +91,7 @@ class RunResult:
         return f"{self.steps} steps in {self.seconds:.2f} s{rate}{'; ' if self.stopped else ''}{self.stopped}"
 
     def __repr__(self) -> str:
-        lines = [self.summary]
+        lines = [self.summary, *filter(None, [self.memory])]
         lines += ["  " + "  ".join(f"{k} {number(v)}" for k, v in entry.items()) for entry in self.history[-10:]]
         return "\n".join(lines)
 
@@ -104,7 +106,8 @@ class RunResult:
             for name in names
         )
         table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-        return f"<div>{xml(self.summary)}</div>{curves}{table}"
+        memory = f"<div>{xml(self.memory)}</div>" if self.memory else ""
+        return f"<div>{xml(self.summary)}</div>{memory}{curves}{table}"
 
 
 def fit(
@@ -112,7 +115,7 @@ def fit(
     batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Fetches | None = None,
     validation: Data | None = None, callbacks: Callback | Sequence[Callback] = (), mode: str | SyncReplicas = "sync",
     backup: int = 0, staleness: int | None = None, resume: bool | str | PathLike[str] = False,
-    check: str | None = None, exact: bool | None = None, microbatches: int | None = None,
+    check: str | None = None, exact: bool | None = None, microbatches: int | Literal["auto"] | None = None,
     schedule: str | None = None, checkpoint: str | PathLike[str] | Saver | None = None,
     checkpoint_every: float = 30.0, restarts: int = 5, timeout: float | None = None,
     progress_after: float = 2.0, memory_budget: int | str | None = None, allow_plain_collectives: bool = False,
@@ -150,7 +153,9 @@ def fit(
     mode ``"sync"``, with the same random numbers; a loss that is a mean or a sum over rows, or over what counts of
     them, trains as with the whole batch, and ``exact`` says whether one that is none is looked for. Watched numbers are
     weighted likewise, whole numbers are sums, maxima and minima those of all rows. Running statistics of batch norm
-    move once for each microbatch, in order. On a cluster in mode ``"pipeline"`` alone.
+    move once for each microbatch, in order. On a cluster in mode ``"pipeline"`` alone. ``"auto"``, with a
+    ``memory_budget``: the whole step if that keeps the budget, else in packs of layers with as many microbatches as
+    keep it and are predicted quickest; the result tells how many, ``memory``.
 
     checkpoint: a folder, its fsspec URL, or a `tfnb.train.Saver`, which says what is kept (without one the newest
     five). Every ``checkpoint_every`` seconds, and where the training ends, is stopped or interrupted, all that
@@ -239,6 +244,8 @@ def fit(
     user_code_ran()
     names, watched = watched_by(watch, fetch, session)
     division = division_of(microbatches, session, how)
+    with session.limited(memory_budget):
+        session.ensure_limited(division)
     if session.cluster is not None:
         data = session.cluster.in_chunks(data, timeout)
     checked = _validation(session, validation, feeds, names, watched, division)
@@ -295,11 +302,11 @@ def _here(
 ) -> Taken:  # fmt: skip
     """Steps taken in this process, with a standstill after each epoch."""
     microbatches = division.microbatches
-    if microbatches > 1:
+    if not division.is_whole:
         fetch = operations_of(fetch, session)
     keys: tuple[Any, ...] = ()
     call: Callable[..., Any] | None = None
-    epoch = 1
+    epoch, largest = 1, 0
     for batch in source.each if source.is_ours else _awaited(source.each, run):
         if batch.epoch > epoch:
             yield STANDS
@@ -308,12 +315,15 @@ def _here(
             known_keys(session, batch.keys, named=not source.is_ours)
             keys = batch.keys
             call = session.make_callable((fetch, watched), keys, check=check, microbatches=microbatches)
-            if microbatches > 1 and exact is not False:
-                look_at_means(session, (fetch, watched), keys, batch.values, microbatches)
+            if not division.is_whole and exact is not False:
+                look_at_means(session, (fetch, watched), keys, batch.values, division)
             written = next(iter(session.written((fetch, watched), keys)), None)
             run.code = partial(session.code, (fetch, watched), keys, microbatches=microbatches)
         run.steps.begins(batch.position, written)
-        yield StepReport((batch.epoch,), (batch.rows,), call(*batch.values)[1])
+        values = call(*batch.values)[1]
+        if batch.rows > largest:
+            largest, run.plan = batch.rows, session.plan
+        yield StepReport((batch.epoch,), (batch.rows,), values)
 
 
 def _by_epoch(taken: Taken, run: _Run) -> Taken:
@@ -345,14 +355,14 @@ def _there(
     """Steps that the connected cluster takes, in groups; by_pass: its tasks stand still after each epoch."""
     options: dict[str, Any] = {"mode": run.mode, "changes": run.change, "timeout": run.left, "check": check}
     options |= {"exact": exact, "budget": run.budget, "division": division}
-    is_looked_at = division.microbatches > 1 and exact is not False
-    if division.microbatches > 1:
+    is_looked_at = not division.is_whole and exact is not False
+    if not division.is_whole:
         fetch = operations_of(fetch, session)
     if source.rows is not None and source.total is not None:
         options["by_pass"] = by_pass
         if is_looked_at and source.total:
             heads = session.cluster.heads(source.rows)
-            look_at_means(session, (fetch, watched), source.keys, heads, division.microbatches)
+            look_at_means(session, (fetch, watched), source.keys, heads, division)
         yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, run, options)
         return
     each = _awaited(source.each, run)
@@ -361,7 +371,7 @@ def _there(
         return
     known_keys(session, first.keys, named=True)
     if is_looked_at:
-        look_at_means(session, (fetch, watched), first.keys, first.values, division.microbatches)
+        look_at_means(session, (fetch, watched), first.keys, first.values, division)
     run.steps.begins()
     begun: dict[int, Batch] = {}  # by number, without its values, until a copy of the Variables has seen its step
 
@@ -485,6 +495,7 @@ class _Run:
         self.is_wanted = False  # an interrupt
         self._front = front
         self.code: Callable[[], str] = str  # which code runs the steps
+        self.plan: object = None  # of memory, for the largest batch
         self._said = _PLAIN
         self._start = self._looked = time.perf_counter()
         self._warned = 0
@@ -620,7 +631,7 @@ class _Run:
         self._read()
         self._say_who_came()
         if seconds >= self._shown_after:
-            code = self.code()
+            code = "; ".join(filter(None, [self.code(), self.memory]))
             if code and code != self._said:
                 self._said = code
                 self._front.say(code)
@@ -630,6 +641,11 @@ class _Run:
             raise DeadlineExceeded(
                 f"fit did not end within {self.timeout} s; variables are at step {self.step}", step=self.step
             )
+
+    @property
+    def memory(self) -> str:
+        """What of a memory budget is kept, and how; empty without one."""
+        return "" if self.plan is None else str(self.plan)
 
     def _say_who_came(self) -> None:
         if self.cluster is not None:
@@ -660,8 +676,9 @@ class _Run:
         is_short = asked is not None and self.why_over is None and steps < asked - self._begin
         ended = f"{data} ended after {steps} of {asked} steps; a list or a DataLoader begins again" if is_short else ""
         result = RunResult(
-            steps, history, seconds, self._metrics.curve(), self.code(), self.why_over or ended, self._checkpoints.last
-        )
+            steps, history, seconds, self._metrics.curve(), self.code(), self.why_over or ended, self._checkpoints.last,
+            self.memory,
+        )  # fmt: skip
         self._finish(result.summary)
         return result
 
@@ -760,7 +777,7 @@ def _validation(
         source = batches(data, feeds=None if isinstance(data, Mapping) else feeds, shuffle=False)
         microbatches = 1 if session.memory_budget is None else division.microbatches
         for at, batch in enumerate(source.each, 1):
-            if microbatches > 1:
+            if microbatches != 1:
                 found = session.make_callable(watched, batch.keys, microbatches=microbatches)(*batch.values)
             else:
                 found = session.run(watched, dict(zip(batch.keys, batch.values, strict=True)))

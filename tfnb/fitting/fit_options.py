@@ -18,7 +18,7 @@ from tfnb.passes.flow.microbatch_schedules import SCHEDULES
 from tfnb.recording import Operation, Tensor
 from tfnb.recording.marks.notes import user_level
 from tfnb.session import Session
-from tfnb.session.divided_feeds import WHOLE, Division
+from tfnb.session.divided_feeds import AUTO, WHOLE, Division, division
 from tfnb.session.structures import Fetches, structure, value_of
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import newest
@@ -151,12 +151,17 @@ def division_of(microbatches: object, session: Session, mode: Mode) -> Division:
     """Into how many microbatches a step is divided; raises InvalidArgument, or Unimplemented with a cluster."""
     if microbatches is None and mode.is_pipeline:
         raise InvalidArgument("mode='pipeline' divides each step into microbatches: say how many, microbatches=8")
-    if microbatches is None or (type(microbatches) is int and microbatches == 1):
+    if microbatches is None:
         return WHOLE
-    if type(microbatches) is not int or microbatches < 1:
-        raise InvalidArgument(f"microbatches is how many a step has, an int of at least 1, not {microbatches!r}")
+    asked = division(microbatches)
+    if asked.is_whole:
+        return WHOLE
+    if mode.is_pipeline and asked.microbatches == AUTO:
+        raise InvalidArgument(
+            "microbatches='auto' is chosen by a memory budget, and mode='pipeline' has none: say how many"
+        )
     if mode.is_pipeline:  # in this process the loop over microbatches, with the same values
-        return Division(microbatches, "" if session.cluster is None else mode.schedule)
+        return asked._replace(schedule="" if session.cluster is None else mode.schedule)
     if session.cluster is not None:
         raise Unimplemented(
             f"microbatches={microbatches} are of trainings in this process and of mode='pipeline', and a cluster is "
@@ -169,13 +174,16 @@ def division_of(microbatches: object, session: Session, mode: Mode) -> Division:
         )
     if mode.backup:
         raise InvalidArgument(f"microbatches={microbatches} are done by one process: there is no backup={mode.backup}")
-    return Division(microbatches)
+    return asked
 
 
 def look_at_means(
-    session: Session, fetches: Fetches, keys: Sequence[Any], values: Sequence[Any], microbatches: int
+    session: Session, fetches: Fetches, keys: Sequence[Any], values: Sequence[Any], division: Division
 ) -> None:  # fmt: skip
     """Warn, once for each step and number of microbatches, of a loss that is no mean over the rows of a batch."""
+    microbatches = session.microbatches_of(fetches, dict(zip(keys, values, strict=True)), division)
+    if microbatches == 1:
+        return
     step, tensors = session.step_of(fetches, dict(zip(keys, values, strict=True)))
     known: set[Any] = step.whole.attached.setdefault("divided", set())
     updates = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign")

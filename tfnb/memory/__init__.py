@@ -4,7 +4,8 @@
 search in straight code. `loop_rows`: what loops keep of each iteration. `prices`: what computing and moving cost, in
 one unit. `byte_counts`: budgets as text. The plan knows predicted bytes only; `tfnb.kernels.memory_budget` and the
 files beside it carry it out. `packs`, `pack_cut`, `pack_tasks`: a step in packs of layers; `moves`: which tensors are
-on the device when; `lane_clock`: how long that takes. `scratch`: bytes beside values, of Variables and kernels.
+on the device when; `lane_clock`: how long that takes; `microbatch_search`: into how many microbatches. `scratch`:
+bytes beside values, of Variables and kernels.
 """
 
 from tfnb.memory.byte_counts import byte_count

@@ -102,8 +102,9 @@ def schedule(
         raise ResourceExhausted(
             f"a memory budget of {budget:,} bytes is too small for this step in packs: its largest task, {largest}, "
             f"holds {told} + work {largest.work:,} bytes; the smallest feasible budget is "
-            f"{need(largest, sizes):,} bytes. Give at least that, or cut the model into smaller packs"
-        )
+            f"{need(largest, sizes):,} bytes. Give at least that, take more microbatches, or cut the model into "
+            "smaller packs", details=need(largest, sizes),
+        )  # fmt: skip
     return _Planner(tasks, sizes, budget, policy).planned()
 
 

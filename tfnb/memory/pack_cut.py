@@ -173,7 +173,10 @@ class PackCut:
         if value is None or node is None or not self._is_derivative(node) or node.op == "tfnb.slices.default":
             name = "a size" if node is None else f"{node.name}"
             where = f"  {node.source}" if node is not None and node.source else ""
+            is_of_rows = node is not None and node.op == "tfnb.slices.default"
+            remedy = "an optimizer with momentum, or Adam, takes dense ones, or " if is_of_rows else ""
             raise Unimplemented(
-                f"an update takes {name}, which is no dense gradient: packs sum gradients over microbatches{where}"
+                f"an update takes {name}, which is no dense gradient, and packs sum dense ones over microbatches: "
+                f"{remedy}leave out memory_budget{where}"
             )
         return value

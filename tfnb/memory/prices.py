@@ -8,7 +8,7 @@ nanoseconds for each byte that `cost` says. So a byte that moves is worth 1 to 6
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf, prod
 from typing import Any
 
@@ -25,6 +25,7 @@ FLOPS_PER_BYTE = 8  # a kernel does so many while it moves one byte
 MOVED: Mapping[str, float] = {"cpu": 4}
 """Of a device: how many bytes its kernels move in the time in which one byte goes to a spill file and comes back."""
 MOVED_ELSEWHERE = 64.0
+RATE = 2 / MOVED["cpu"]  # bytes that go one way in the time in which kernels of the CPU move one
 START = 32 << 10  # bytes that a kernel moves in the time that it takes to start one
 _FREE = frozenset({"tfnb.placeholder", "tfnb.constant", "tfnb.guard", WITH_GRADIENT})
 
@@ -34,25 +35,38 @@ def moving(bytes: int, device: str) -> float:
     return bytes * MOVED.get(device.partition(":")[0], MOVED_ELSEWHERE)
 
 
-def computing(contents: Contents, sizes: Mapping[str, int]) -> float:
-    """The price of running the nodes once more; infinite if one does something else than compute."""
-    return sum(_started(node, contents, sizes) for node in contents.nodes)
+def computing(
+    contents: Contents, sizes: Mapping[str, int], *, again: bool = True, nodes: Iterable[Node] | None = None
+) -> float:  # fmt: skip
+    """The price of running the nodes.
+
+    again: once more, which is infinite if one does something else than compute; else for the first time. nodes: of the
+    contents, by default all.
+    """
+    return sum(_started(node, contents, sizes, again) for node in (contents.nodes if nodes is None else nodes))
 
 
-def _started(node: Node, contents: Contents, sizes: Mapping[str, int]) -> float:
+def _started(node: Node, contents: Contents, sizes: Mapping[str, int], again: bool) -> float:
     if node.op in _FREE:
         return 0.0
     if node.op == COND:
-        return max(computing(node.attrs[side].contents, sizes) for side in ("then", "else"))
+        return max(computing(node.attrs[side].contents, sizes, again=again) for side in ("then", "else"))
     if node.op == WHILE:
         parts = [part for part in (node.attrs["cond"], node.attrs["body"]) if part is not None]
-        return NOMINAL * sum(computing(part.contents, sizes) for part in parts)
-    return START + cost(node, contents, sizes) if repeats(node) else inf
+        return NOMINAL * sum(computing(part.contents, sizes, again=again) for part in parts)
+    if again:
+        return START + cost(node, contents, sizes) if repeats(node) else inf
+    return START + cost(node, contents, sizes) if is_kernel(node) else 0.0
+
+
+def is_kernel(node: Node) -> bool:
+    """Whether the node is a call of a torch op: no access to a Variable, and no bracket around nodes."""
+    return node.op.count(".") > 1
 
 
 def repeats(node: Node) -> bool:
     """Whether running the node a second time gives the same bits and does nothing else."""
-    ours = node.op.startswith(("aten.", "tfnb.")) and node.op.count(".") > 1
+    ours = node.op.startswith(("aten.", "tfnb.")) and is_kernel(node)
     return (ours or node.op == WITH_GRADIENT) and "update" not in node.tags
 
 

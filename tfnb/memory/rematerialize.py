@@ -74,8 +74,8 @@ def infeasible(
         f"a memory budget of {budget:,} bytes is too small for this step: {variables}the inputs and outputs of its "
         f"largest node, {node.name}{where}, are {working[place]:,} bytes{beside}; the smallest feasible budget is "
         f"{lowest:,} bytes. Give at least that, or feed fewer rows",
-        **node.where,
-    )
+        details=lowest, **node.where,
+    )  # fmt: skip
 
 
 def counted(

@@ -3,45 +3,78 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.execution.pack_step import Rows
+from tfnb.graph import Guard
 from tfnb.placement.row_guards import RowGuards
 from tfnb.recording.marks.notes import user_level
 from tfnb.session.feeding import MOST_FITTING, Fed, Feeder, Shapes, T
 
+AUTO: Literal["auto"] = "auto"
+
 
 class Division(NamedTuple):
-    """Into how many microbatches a step is divided; ``schedule``: of a pipeline (`tfnb.passes.flow`)."""
+    """The microbatches of a step; ``schedule``: of a pipeline (`tfnb.passes.flow`).
 
-    microbatches: int = 1
+    microbatches: so many, or ``"auto"``: one, the whole step, if that keeps the memory budget, else as many as keep it
+    in packs and are predicted quickest.
+    """
+
+    microbatches: int | Literal["auto"] = 1
     schedule: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether steps are never divided."""
+        return self.microbatches == 1
 
 
 WHOLE = Division()
+
+
+def division(microbatches: object) -> Division:
+    """The division into so many microbatches, or ``"auto"``; raises InvalidArgument for other values."""
+    if isinstance(microbatches, str) and microbatches == AUTO:
+        return Division(AUTO)
+    if type(microbatches) is not int or microbatches < 1:
+        raise InvalidArgument(
+            "microbatches is how many a step has, an int of at least 1, or 'auto' with memory_budget in this process, "
+            f"not {microbatches!r}"
+        )
+    return Division(microbatches)
 
 
 class DividedFeeder:
     """The feeder of a step over ``most`` microbatches, fewer where a batch has fewer rows, or where some would have too
     few for the guards of the recording.
 
-    divided: which of the values of ``whole``, the feeder of the batch, have its rows.
+    divided: which of the values of ``whole``, the feeder of the batch, have its rows. choose: for ``most="auto"``, the
+    number of microbatches, of a function that says the rows of each of at most so many.
     """
 
     repeats = True  # no step is one call on what is fed
 
-    def __init__(self, whole: Feeder, guards: RowGuards, divided: Sequence[bool], most: int) -> None:
-        self.whole, self.guards, self.divided, self.most = whole, guards, divided, most
+    def __init__(
+        self, whole: Feeder, guards: RowGuards, divided: Sequence[bool], most: int | Literal["auto"],
+        choose: Callable[[Callable[[int], Rows]], int] | None = None,
+    ) -> None:  # fmt: skip
+        self.whole, self.guards, self.divided, self.most, self.choose = whole, guards, divided, most, choose
         self.values, self.names = whole.values, whole.names
         self._sizes: dict[Shapes, list[int]] = {}  # of microbatches, by the shapes of a batch
         self._is_told = False  # that guards make them fewer
 
     def fed(self, given: Iterable[Any]) -> Fed:
         """The batch as converted by `Feeder.fed`, then the microbatches' shapes for each feed, and their shares."""
-        tensors, shapes = self.whole.fed(given)
+        return self.with_more(self.whole.fed(given))
+
+    def with_more(self, batch: Fed) -> Fed:
+        """The feeds of a converted batch, with the shapes of its microbatches."""
+        tensors, shapes = batch
         more = self.more(tensors)
         return [*tensors, *more], (*shapes, *(tensor.shape for tensor in more))
 
@@ -71,9 +104,8 @@ class DividedFeeder:
         """The rows of each microbatch: of as many microbatches as the guards of the recording allow."""
         found = self._sizes.get(shapes)
         if found is None:
-            ranges, broken = self.guards.divide(shapes, self.divided, rows, self.most)
-            found = [stop - start for start, stop in ranges]
-            if broken is not None and not self._is_told:
+            found, broken = self._lengths(shapes, rows, self._most(shapes, rows))
+            if broken is not None and self.choose is None and not self._is_told:
                 self._is_told = True
                 warnings.warn(
                     f"{broken.source or 'the graph'}: recorded for {broken.expr}, so that a batch of {rows} rows is "
@@ -83,3 +115,14 @@ class DividedFeeder:
                 self._sizes.clear()
             self._sizes[shapes] = found
         return found
+
+    def _most(self, shapes: Shapes, rows: int) -> int:
+        if self.choose is not None:
+            return self.choose(lambda most: tuple(self._lengths(shapes, rows, most)[0]))
+        assert self.most != AUTO
+        return self.most
+
+    def _lengths(self, shapes: Shapes, rows: int, most: int) -> tuple[list[int], Guard | None]:
+        """The rows of each of at most so many microbatches, and a guard that makes them fewer."""
+        ranges, broken = self.guards.divide(shapes, self.divided, rows, most)
+        return [stop - start for start, stop in ranges], broken

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tfnb.errors import Unimplemented, Unsupported
+from tfnb.execution.pack_step import PackCode
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.graph import Graph, Node, Value, Variable
@@ -25,7 +26,7 @@ from tfnb.recording.cells.statements import LEFT, Note, left_out
 from tfnb.recording.marks.notes import user_level
 from tfnb.recording.marks.python_state import StepGuards, watched
 from tfnb.session.breakpoints import stopping
-from tfnb.session.divided_feeds import DividedFeeder, Division
+from tfnb.session.divided_feeds import AUTO, DividedFeeder, Division
 from tfnb.session.feeding import Feeder
 from tfnb.session.printed import line, printing
 from tfnb.session.structures import Fetches, fed_by, flat, places_of, structure, value_of, variable_of
@@ -153,7 +154,8 @@ def prepare_divided(
 
     def divided(step: StepGraph) -> StepCode:
         guards.append(RowGuards.of(step))
-        made.append(in_microbatches(step, microbatches if schedule else 1, schedule))
+        most = microbatches if schedule and microbatches != AUTO else 1
+        made.append(in_microbatches(step, most, schedule))
         return code(made[0].step) if packs is None else packs(step)
 
     prepared = prepare(graph, fetches, feed_keys, divided)
@@ -162,10 +164,11 @@ def prepare_divided(
     if made[0].moved:
         names = ", ".join(variable.name for variable in made[0].moved)
         _warn(
-            f"the step writes {names} itself, not along a gradient: with microbatches={microbatches} it is written "
+            f"the step writes {names} itself, not along a gradient: with microbatches={microbatches!r} it is written "
             "once for each of them, in their order, from the rows of that one"
         )
-    feeder = DividedFeeder(prepared.feeder, guards[0], made[0].divided, microbatches)
+    chosen = prepared.code.quickest if microbatches == AUTO and isinstance(prepared.code, PackCode) else None
+    feeder = DividedFeeder(prepared.feeder, guards[0], made[0].divided, microbatches, chosen)
     return replace(prepared, feeder=feeder)  # type: ignore[arg-type]
 
 

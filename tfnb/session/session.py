@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tfnb.cluster.connected import connected, notices
 from tfnb.cluster.engine.members import Ahead
-from tfnb.errors import InvalidArgument, Unimplemented, ensure_type
+from tfnb.errors import InvalidArgument, ResourceExhausted, Unimplemented, ensure_type
 from tfnb.execution import TRACERS, CheckedTracer, Trace, profiling
 from tfnb.execution.budgeted import SizedPlan
 from tfnb.execution.dataflow.executor import EXECUTORS
@@ -38,7 +39,7 @@ from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, table
 from tfnb.placement.requests import tasks_of
 from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level
-from tfnb.session.divided_feeds import WHOLE, Division
+from tfnb.session.divided_feeds import AUTO, WHOLE, Division, division
 from tfnb.session.feeding import Fed
 from tfnb.session.prepared import PreparedRun, prepare, prepare_divided, same_step
 from tfnb.session.saved_state import SavedState
@@ -155,6 +156,7 @@ class Session:
         self._steps = StepRunner(self.graph.name)
         self.state = SavedState(self.graph, self._steps, cluster)
         self.trace: Trace | None = None  # what the last traced run did
+        self._ran: StepCode | None = None  # of the last step here
         self._twin: Session | None = None  # for runs that a watch looks at: generated code
         self._is_twin = False
 
@@ -241,20 +243,24 @@ class Session:
         return prepared.rebuild(results)
 
     def make_callable(
-        self, fetches: Fetches, feeds: Sequence[FeedKey] = (), *, check: str | None = None, microbatches: int = 1
+        self, fetches: Fetches, feeds: Sequence[FeedKey] = (), *, check: str | None = None,
+        microbatches: int | Literal["auto"] = 1,
     ) -> Callable[..., Any]:  # fmt: skip
         """``f(*values)``: `run` with the signature resolved once; values stand in the order of ``feeds``.
 
         The result has the structure of ``fetches``. check: as of `run`. microbatches: so many consecutive ranges of the
         rows of a batch are done one after the other, and update once (see `tfnb.fit`); fetches are then operations, and
-        numbers that are means over rows. A call with another number of values raises InvalidArgument.
+        numbers that are means over rows. ``"auto"``: the whole step if it keeps the memory budget, else as many as keep
+        it in packs and are predicted quickest. A call with another number of values raises InvalidArgument.
         """
         feeds = tuple(feeds)
         if IndexedSlices in map(type, feeds):
             flat = self.make_callable(fetches, parts_of(feeds), check=check, microbatches=microbatches)
             return lambda *values: flat(*spread(zip(feeds, values, strict=True)).values())
-        division = Division(microbatches)
-        prepared = self._prepare(fetches, feeds, division)
+        wanted = division(microbatches)
+        self.ensure_limited(wanted)
+        asked = WHOLE if wanted.microbatches == AUTO else wanted
+        prepared, budget = self._prepare(fetches, feeds, asked), self.memory_budget
 
         def watched(*values: object) -> Any:
             watch = None if self._is_twin else self.graph.attached.get("watch")
@@ -266,10 +272,17 @@ class Session:
         def call(*values: object) -> Any:
             nonlocal prepared
             if not prepared.is_of(self.graph):
-                prepared = self._prepare(fetches, feeds, division)
+                prepared = self._prepare(fetches, feeds, asked)
             if len(values) != len(feeds):
                 raise InvalidArgument(f"this callable takes {len(feeds)} values, got {len(values)}")
             prepared.ensure_fresh()
+            if wanted != asked:
+                with self._limited(budget):
+                    chosen, fed = self._chosen(prepared, prepared.feeder.fed(values), fetches, feeds)
+                    run: Callable[..., list[Any]] = (
+                        self._execute if check is None else partial(self._checked, check=check)
+                    )
+                    return chosen.rebuild(run(chosen, fed, None))
             if check is not None:
                 return prepared.rebuild(self._checked(prepared, prepared.feeder.fed(values), None, check))
             results = self._directly(prepared, values)
@@ -278,6 +291,42 @@ class Session:
             return prepared.rebuild(results)
 
         return watched
+
+    def ensure_limited(self, division: Division) -> None:
+        """Raise InvalidArgument for microbatches that a memory budget would choose, without one."""
+        if division.microbatches == AUTO and self.memory_budget is None:
+            raise InvalidArgument(
+                "microbatches='auto' are chosen by a memory budget, and there is none: say memory_budget='2GB', for "
+                "example, or how many microbatches a step has"
+            )
+
+    def _chosen(
+        self, whole: PreparedRun, batch: Fed, fetches: Fetches, feeds: tuple[FeedKey, ...]
+    ) -> tuple[PreparedRun, Fed]:  # fmt: skip
+        """The whole step if a batch keeps the memory budget, else the step in packs, with its feeds.
+
+        Raises ResourceExhausted with the least of both budgets.
+        """
+        if whole.code.fits(batch[1]):
+            return whole, batch
+        packs = self._prepare(fetches, feeds, Division(AUTO))
+        try:
+            return packs, packs.feeder.with_more(batch)  # type: ignore[attr-defined]
+        except ResourceExhausted as error:
+            budget = whole.code.budget
+            other = None if budget is None else budget.refusal(batch[1])
+            if other is not None and (other.details or inf) < (error.details or 0):
+                raise other from None
+            raise
+
+    def microbatches_of(self, fetches: Fetches, feeds: Mapping[Any, Any], division: Division) -> int:
+        """The number of microbatches of a step on these feeds."""
+        if division.microbatches != AUTO:
+            return division.microbatches
+        self.ensure_limited(division)
+        keys, whole = tuple(feeds), self._prepare(fetches, tuple(feeds))
+        chosen, (tensors, _) = self._chosen(whole, whole.feeder.fed(feeds.values()), fetches, keys)
+        return 1 if chosen is whole else len(tensors[-1])
 
     def step_of(self, fetches: Fetches, feeds: Mapping[Any, Any]) -> tuple[StepGraph, list[torch.Tensor]]:
         """The step that a run of ``fetches`` is, and its feeds as tensors."""
@@ -452,6 +501,7 @@ class Session:
         while notices:
             warnings.warn(notices.pop(), stacklevel=user_level(None))
         program, forward = prepared.code.at(shapes)
+        self._ran = prepared.code
         results = self._steps.step(prepared, program, tensors, timeout, forward, program.commit, cut)
         if type(forward) is tiers.GuardedCode and prepared.is_plain:
             again = prepared.guarded is forward  # a step that runs once needs none
@@ -547,7 +597,7 @@ class Session:
             with uncollected():
                 old = None if prepared is None else prepared.code
                 code = partial(self._code, old=old)
-                if division.microbatches > 1:
+                if not division.is_whole:
                     for option in ("microbatches", "schedule" if division.schedule else "accumulation"):
                         self._ensure_together(option, None)
                     packs = None if self.memory_budget is None else partial(self._packs, old=old)
@@ -638,7 +688,9 @@ class Session:
         """A line for each signature run here and each choice of feed sizes: the running code and the reason."""
         return [line for code in self._codes() for line in code.status()]
 
-    def code(self, fetches: Fetches, feeds: Sequence[FeedKey] = (), *, microbatches: int = 1) -> str:
+    def code(
+        self, fetches: Fetches, feeds: Sequence[FeedKey] = (), *, microbatches: int | Literal["auto"] = 1
+    ) -> str:  # fmt: skip
         """The code that runs a signature here, and the reason, for the first sizes; empty before its first run.
 
         >>> import tfnb
@@ -649,7 +701,10 @@ class Session:
         >>> session.run(y, {x: torch.zeros(1, 3)}), session.code(y, [x])
         (tensor([[1., 1., 1.]]), 'generated code')
         """
-        code = self._prepare(fetches, tuple(feeds), Division(microbatches)).code
+        wanted = division(microbatches)
+        if wanted.microbatches == AUTO and isinstance(self._ran, PackCode):
+            return self._ran.code()
+        code = self._prepare(fetches, tuple(feeds), WHOLE if wanted.microbatches == AUTO else wanted).code
         return code.code() if code.is_lowered else ""
 
     def limited(self, memory_budget: int | str | None) -> AbstractContextManager[None]:
@@ -663,6 +718,12 @@ class Session:
             yield
         finally:
             self.memory_budget = kept
+
+    @property
+    def plan(self) -> SizedPlan | PackPlan | None:
+        """The memory plan of the last step that ran here within a memory budget; None without one."""
+        budget = None if self._ran is None else self._ran.budget
+        return None if budget is None else budget.last
 
     def plans(self) -> list[tuple[str, SizedPlan | PackPlan]]:
         """With a memory budget: names and sizes of the feeds of each signature run here, and the plan."""

@@ -18,6 +18,7 @@ from tfnb.view.export import (
     trace_html,
 )
 from tfnb.view.listing import text_tree
+from tfnb.view.pack_lanes import lanes_html, plan_html
 from tfnb.view.reprs import (
     checkpoint_html,
     operation_html,
@@ -31,8 +32,7 @@ from tfnb.view.reprs import (
 
 __all__ = [
     "Drawing", "checkpoint_html", "cluster_svg", "difference_html", "graph_bundle", "graph_dot", "graph_graphml",
-    "graph_html",
-    "graph_networkx", "graph_png", "graph_svg", "operation_html", "parts_html", "passes_html", "queue_html",
-    "session_html", "spec_html", "stages_html", "tensor_html", "text_tree", "timeline_of", "trace_html", "values_html",
-    "variable_html",
+    "graph_html", "graph_networkx", "graph_png", "graph_svg", "lanes_html", "operation_html", "parts_html",
+    "passes_html", "plan_html", "queue_html", "session_html", "spec_html", "stages_html", "tensor_html", "text_tree",
+    "timeline_of", "trace_html", "values_html", "variable_html",
 ]  # fmt: skip
