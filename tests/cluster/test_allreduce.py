@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ import torch
 import tfnb
 from tests.cluster.conftest import stop, until
 from tests.cluster.test_cuts import Counters
+from tests.train import test_absent_gradients as branches
 from tfnb.cluster.wire import sparse_values
 from tfnb.errors import FailedPrecondition, InvalidArgument, NonFinite, Unimplemented
 
@@ -53,6 +55,45 @@ def test_values_history_and_validation_are_those_of_sync(connect, dtype, near):
     assert told.steps == of_sync.steps == 28 and len(told.history) == len(of_sync.history)
     for one, other in zip(told.history, of_sync.history, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["sync", "allreduce"])
+def test_a_parameter_has_a_gradient_where_any_task_has_one(connect, mode):
+    """In some batches all tasks take one branch, in others the last one only: as accumulated by hand."""
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 1) for _ in range(3)).double()
+    twin = copy.deepcopy(model)
+    optimizer, eager = (torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (model, twin))
+    batches, k = branches.batches_of_branches(), torch.tensor(1)
+    with tfnb.record("branches"):
+        x = tfnb.placeholder(batches[0], name="x")
+        step = branches.taken(tfnb.autograph(branches.either), model, optimizer, x, k)
+    connect(3)
+    tfnb.fit(step, [{x: rows} for rows in batches], mode=mode, exact=False, timeout=240)
+    for rows in batches:
+        branches.accumulated(branches.either, twin, eager, rows, k)
+    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-9, atol=1e-11)
+
+
+def test_a_table_that_torch_steps_by_rows_trains_as_one_process(connect):
+    """Each task sends the rows that it looked up, with their numbers."""
+
+    def trained():
+        torch.manual_seed(0)
+        table, head = torch.nn.Embedding(9, 4, padding_idx=2), torch.nn.Linear(4, 2)
+        model = torch.nn.ModuleList([table, head]).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        words, labels = torch.randint(0, 9, (42, 3)), torch.randint(0, 2, (42,))
+        with tfnb.record("table"):
+            x, y = tfnb.placeholder(words[:4], name="x"), tfnb.placeholder(labels[:4], name="y")
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(head(table(x).mean(1)), y).backward()
+            step = optimizer.step()
+        tfnb.fit(step, {x: words, y: labels}, batch_size=8, epochs=2, timeout=240)
+        return [value.detach().clone() for value in model.parameters()]
+
+    expected = trained()
+    connect(3)
+    torch.testing.assert_close(trained(), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_who_reads_or_runs_a_step_in_mid_training_has_whole_steps(connect):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tests.cluster.conftest import stats, workers
-from tests.cluster.test_parts_there import assert_nothing_left, members
-from tests.cluster.test_pipelines import Net, assert_same, one_thread
+from tests.cluster.conftest import stats, until, workers
+from tests.cluster.test_parts_there import assert_nothing_left, exchanges, members
+from tests.cluster.test_pipelines import ROWS, Net, assert_same, one_thread
 from tests.over_tasks import on
 from tfnb.cluster.driver import Cluster
+from tfnb.cluster.engine.lent_windows import may_be_lent
 from tfnb.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -137,6 +139,40 @@ def test_tied_weights_lie_at_one_stage_and_go_to_the_other_one(staged) -> None:
     assert there.fit(3, mode="pipeline").history == expected.history
     assert_same(here, there)
     assert homes(cluster, _Of(there.layers[:2])) == {"0.weight": {0}, "0.bias": {0}, "1.weight": {1}, "1.bias": {1}}
+
+
+class Tied(Net):
+    """A table of words at the first stage, whose rows are the weights of the last one: in each its own read of it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = nn.ModuleList([nn.Embedding(9, 6), nn.Linear(6, 6)]).double()
+        table, layer = self.model
+        with tfnb.record() as self.graph:
+            x, y = (tfnb.placeholder(torch.arange(4), name=name) for name in "xy")
+            with on(0):
+                h = table(x)
+            with on(1):
+                h = torch.tanh(layer(h))
+            with on(2):
+                loss = F.cross_entropy(h @ table.weight.T, y)
+            train = tfnb.train.Adam(0.01).minimize(loss)
+        self.loss = self.count = loss
+        self.train = train
+        self.data = {x: torch.randint(0, 9, (ROWS,)), y: torch.randint(0, 9, (ROWS,))}
+
+
+@pytest.mark.parametrize("make", [Tied, lambda: Wide(ties=True)], ids=["table", "layer"])
+def test_stages_are_lent_windows_where_weights_are_tied(staged, dask, make: Callable[[], Any]) -> None:
+    here, there = make(), make()
+    about = {"epochs": 4} if isinstance(here, Tied) else {"steps": 9}
+    expected = here.fit(**about)
+    cluster = staged()
+    assert there.fit(mode="pipeline", **about).history == expected.history
+    assert_same(here, there)
+    assert all(may_be_lent(placed) for _, placed in cluster._steps._placed.values() if placed.parts)
+    # the last large value stays lent to its reader until the next step
+    until(lambda: not any(fact["held"] or fact["rounds"] for fact in exchanges(dask)))
 
 
 class Each:
@@ -287,6 +323,24 @@ def test_a_deadline_leaves_whole_steps(staged, dask, after: int) -> None:
     cluster.close()
     assert 5 <= steps < 4000
     here.fit(steps)
+    assert_same(here, there)
+
+
+def test_ctrl_c_in_a_window_leaves_whole_steps_and_the_next_fit_goes_on(staged) -> None:
+    here, there = Wide(), Wide()
+    cluster = staged()
+    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    begin = Each(lambda progress: progress.step == 20 and interrupt.start())
+    with pytest.raises(KeyboardInterrupt):
+        there.fit(100_000, mode="pipeline", callbacks=begin)
+    steps, state = cluster.step, there.state
+    assert all(core["staged"] == 0 for core in stats(cluster))
+    there.fit(2, mode="pipeline")
+    assert 20 <= steps == cluster.step - 2 < 100_000
+    cluster.close()
+    here.fit(steps)
+    assert all(torch.equal(value, state[name]) for name, value in here.state.items())
+    here.fit(2)
     assert_same(here, there)
 
 

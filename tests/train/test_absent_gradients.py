@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tfnb
+from tfnb.passes.microbatches import divide
 
 Loss = Callable[[nn.ModuleList, torch.Tensor, torch.Tensor], torch.Tensor]
 STEPS = 8
@@ -126,6 +127,45 @@ def test_parameters_of_a_branch_not_taken_stay_as_they_are(loss: Loss, kind: str
         tfnb.run(step, dict(zip((x, k), data(i), strict=True)))
         taken(loss, twin, eager, *data(i))
         assert_same((m, optimizer), (twin, eager))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_microbatches_have_the_gradients_that_any_of_them_has(kind: str) -> None:
+    """As accumulated by hand: in some batches all microbatches take one branch, in others only the last one does."""
+    m = nn.ModuleList(nn.Linear(4, 1) for _ in range(3)).double()
+    twin = copy.deepcopy(m)
+    optimizer, eager = (OPTIMIZERS[kind](each.parameters()) for each in (m, twin))
+    x_all = batches_of_branches()
+    with tfnb.record():
+        x, k = (tfnb.placeholder(each) for each in (x_all[0], torch.tensor(1)))
+        step = taken(tfnb.autograph(either), m, optimizer, x, k)
+    call = tfnb.session.default_session(step.graph).make_callable(step, (x, k), microbatches=3)
+    for rows in x_all:
+        call(rows, torch.tensor(1))
+        accumulated(either, twin, eager, rows, torch.tensor(1))
+        assert_same((m, optimizer), (twin, eager))
+
+
+def batches_of_branches() -> list[torch.Tensor]:
+    """Batches of seven rows, whose three parts take these branches of `either`."""
+    torch.manual_seed(5)
+    found = []
+    for signs in ((1, 1, 1), (1, 1, 1), (-1, -1, -1), (1, 1, -1), (1, 1, 1), (-1, 1, -1), (-1, -1, -1)):
+        rows = torch.randn(7, 4, dtype=torch.float64)
+        for sign, (start, _) in zip(signs, divide(7, 3), strict=True):
+            rows[start, 0] = sign * rows[start, 0].abs()
+        found.append(rows)
+    return found
+
+
+def accumulated(
+    loss: Loss, m: nn.ModuleList, optimizer: torch.optim.Optimizer, rows: torch.Tensor, k: torch.Tensor
+) -> None:  # fmt: skip
+    """A step over three microbatches, by hand."""
+    optimizer.zero_grad()
+    for start, stop in divide(len(rows), 3):
+        (loss(m, rows[start:stop], k) * ((stop - start) / len(rows))).backward()
+    optimizer.step()
 
 
 def test_gradients_of_two_passes_are_there_where_one_is() -> None:

@@ -21,6 +21,22 @@ def test_epoch_means_are_weighted_by_rows():
     assert metrics.history == [first, second]
 
 
+def test_means_have_the_same_bits_however_many_steps_are_read_at_a_time():
+    """Steps that a cluster tells in groups are read less often than those of one process."""
+    values = torch.linspace(0.1, 3.7, 40, dtype=torch.float64) ** 3
+
+    def history(at_once):
+        metrics = Metrics(["a"])
+        for step, value in enumerate(values, 1):
+            metrics.add(step, StepReport((1,), (7,), [value]))
+            if step % at_once == 0:
+                metrics.read()
+        metrics.read()
+        return metrics.history
+
+    assert all(history(at_once) == history(1) for at_once in (2, 3, 16, 40))
+
+
 def test_steps_of_several_epochs_come_in_any_order():
     metrics = Metrics(["a"])
     for step, (rows, value, epoch) in enumerate([(3, 1.0, 1), (3, 8.0, 2), (1, 5.0, 1), (1, 4.0, 2), (3, 0.5, 3)], 1):

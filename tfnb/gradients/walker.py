@@ -39,7 +39,7 @@ from tfnb.graph import Dim, Node, Spec, Value, Variable
 from tfnb.graph.collector import uncollected
 from tfnb.graph.node import map_leaves
 from tfnb.graph.op_facts import unbind
-from tfnb.graph.ops import WITH_GRADIENT, overload
+from tfnb.graph.ops import GRADIENT, WITH_GRADIENT, overload
 from tfnb.graph.spec import flows, is_static
 from tfnb.recording import Tensor, reopen
 from tfnb.recording.subgraphs.recompute import Copies, region_of_tags
@@ -48,7 +48,6 @@ from tfnb.recording.values.tape import FROZEN
 from tfnb.recording.values.workspace import Derivative
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
-_GRADIENT = frozenset({"gradient"})
 _STRAIGHT = frozenset({"no_grad", "in_place"})
 _LARGE = 1 << 20  # bytes; below, a dense gradient of some rows is not worth a word
 
@@ -115,7 +114,7 @@ def differentiate(
         raise InvalidArgument(f"grad_ys has {len(given)} entries for {len(ys)} ys")
     nodes, own = recorder.nodes, len(recorder.new)
     targets = sources(recorder, xs)
-    with recorder.scope("gradients") as scope, recorder.tagged(_GRADIENT):
+    with recorder.scope("gradients") as scope, recorder.tagged(GRADIENT):
         seeds = [(y.value, seed(y, g, i)) for i, (y, g) in enumerate(zip(ys, given, strict=True)) if flows(y.dtype)]
         stop = {s.value for s in stops if isinstance(s, Tensor)}
         walk = Walk(recorder, [v for group in targets for v in group], stop)
@@ -238,7 +237,7 @@ class Walk:
         with ExitStack() as stack:
             if self.scope is not None:  # gradient nodes stand in the scope NODE_grad and link to their forward node
                 stack.enter_context(self.recorder.scope(f"{self.scope}/{node.name}_grad/"))
-                stack.enter_context(self.recorder.tagged(_GRADIENT, forward=node.id))
+                stack.enter_context(self.recorder.tagged(GRADIENT, forward=node.id))
             if node.device is not None:
                 stack.enter_context(self.recorder.placed(node.device))
             entries = self._entries(node, dys, needed, stack)

@@ -21,6 +21,8 @@ WITH_GRADIENT = "tfnb.with_gradient"  # the identity of its values, with a gradi
 COND, WHILE = "tfnb.cond", "tfnb.while"
 CALL = "tfnb.call"  # of a function that calls itself
 IN_PLACE = "in place"  # tag of a node that writes into its first operand: only the pass that donates memory gives it
+GRADIENT = frozenset({"gradient"})  # tags of a node of a backward pass
+PRESENT = "present"  # tag of a truth value: whether a run has a gradient; of several parts of a batch, whether any has
 HOISTED = "hoisted"  # tag of an update that was taken out of a branch: it is done if its gradient is there
 STATEMENT = "statement"  # tag of an assign in torch's way (in place, by rebinding, of statistics): it belongs to a step
 NAMED = "named"  # tag of a node whose name was given by ``name=``

@@ -23,7 +23,7 @@ from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.graph import Contents, Dim, Node, Ref, Spec, Subgraph, Value, Variable
 from tfnb.graph.contents import distinct, unique
 from tfnb.graph.graph import new_id
-from tfnb.graph.ops import WHILE
+from tfnb.graph.ops import GRADIENT, PRESENT, WHILE
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes.flow.merges import MERGES, ROWS, SUM, Weight, begin, varying_axis, way_of
@@ -32,7 +32,6 @@ from tfnb.passes.prune import StepGraph, feed_symbols, prune
 from tfnb.passes.resolve import ResolvedStep, resolve
 
 _NARROW = (torch.float16, torch.bfloat16)  # summed in float32
-GRADIENT = frozenset({"gradient"})  # also of sums over microbatches: a stage takes them up with its backward pass
 _SHARE = Spec(torch.float64, ())
 
 
@@ -194,6 +193,8 @@ class _Loop:
             return "rows" if value.index == 0 else "entries"
         if derived and flows(spec.dtype) and varying_axis(spec) is None:
             return "mean"
+        if PRESENT in node.tags:
+            return "any"
         way = way_of(self.step.whole.contents, value, is_fed=value in self.fed)
         if is_fetched and not self._is_taken(value) and not isinstance(way, int) and MERGES[way].carried:
             return way
@@ -327,7 +328,7 @@ def _adding(way: str, total: Value, value: Value, share: Value, weight: _TotalIn
         node = _node("add_share", MERGES[way].carried, (total, value, share), spec, total=0, value=1, share=2)
     else:
         node = _node(way, MERGES[way].carried, (total, value), spec, self_=0, other=1)
-    return replace(node, tags=GRADIENT)
+    return replace(node, tags=GRADIENT)  # a stage takes up sums with its backward pass
 
 
 @dataclass

@@ -31,7 +31,7 @@ from tfnb.graph import Contents, Dim, Graph, Node, Ref, Spec, Value, Variable
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.op_facts import facts_of
-from tfnb.graph.ops import STRUCTURAL
+from tfnb.graph.ops import PRESENT, STRUCTURAL
 from tfnb.graph.subgraph import nested, uses_queues
 from tfnb.passes import StepGraph
 from tfnb.passes.flow import frames
@@ -420,8 +420,10 @@ class _Cut:
     def _kind(self, value: Value, is_gradient: bool) -> Kind:
         """The kind of a border value, by which the workers' values become one."""
         derived = value.node in self.gradient and value not in self.feeds
-        spec = self._spec(value)
-        if self.graph.contents.by_id[value.node].op == "tfnb.slices.default":
+        spec, node = self._spec(value), self.graph.contents.by_id[value.node]
+        if PRESENT in node.tags:
+            return "any"
+        if node.op == "tfnb.slices.default":
             if derived:
                 return "rows" if value.index == 0 else "entries"
             return "value" if isinstance(spec.shape[0], int) else "entries"  # divided with the batch that was fed

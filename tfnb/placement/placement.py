@@ -15,7 +15,7 @@ from tfnb.graph import Value
 from tfnb.passes.flow.merges import ROWS, Weight
 from tfnb.passes.flow.places import Place
 
-Kind = Literal["grad", "rows", "entries", "value", "weight"]
+Kind = Literal["grad", "rows", "entries", "value", "weight", "any"]
 Rows = tuple[int, int]
 
 

@@ -113,7 +113,7 @@ def probe(step: StepGraph, homes: Homes) -> MeansProbe | None:
     else:  # a loss of values after an update
         losses = watched = numbers = ()
         cut = split(whole.also(weights.totals), homes, parallel=True, weigh=weights.of)
-    borders = tuple({b.value: b for s in cut.servers for b in s.borders if b.kind != "value"}.values())
+    borders = tuple({b.value: b for s in cut.servers for b in s.borders if b.kind not in ("value", "any")}.values())
     if not cut.divides or not any(b.kind in ("grad", "rows") for b in borders):
         return None
     places = cut.fetches[len(cut.fetches) - len(numbers) :]

@@ -21,6 +21,7 @@ from tfnb.gradients import IndexedSlices
 from tfnb.gradients.rules.index import without_padding
 from tfnb.graph import Variable, current
 from tfnb.graph.lazy_memory import beside
+from tfnb.graph.ops import GRADIENT, PRESENT
 from tfnb.kernels.optim import NUMBERS, SWITCHES
 from tfnb.recording import Operation, Recorder, Tensor, variable
 from tfnb.recording.values.variables import known
@@ -290,12 +291,15 @@ class FromTorch(Optimizer):
         present = recorder.autograd.present(target)
         if present is None:
             return self._record_one(recorder, grad, target)
+        with torch.no_grad(), recorder.tagged(GRADIENT | {PRESENT}):
+            present = present.clone()
 
         def taken() -> Operation:
             made = self._record_one(recorder, grad, target)
             return recorder.group(tuple(value.value for value in made))
 
-        step = cond(present, taken, lambda: None)
+        with recorder.tagged(frozenset({"update"})):
+            step = cond(present, taken, lambda: None)
         recorder.python.updates(self.optimizer, [step.value.node])
         return [step]
 
@@ -320,9 +324,10 @@ def _by_rows(recorder: Recorder, grad: Tensor) -> IndexedSlices | None:
     if node.op != "aten.embedding_dense_backward.default" or node.attrs["scale_grad_by_freq"]:
         return None
     dy, rows = map(recorder.tensor, node.inputs)
-    with recorder.tagged(frozenset({"update"})):
-        entries = dy.flatten(0, rows.dim() - 1), rows.flatten()
-        return IndexedSlices(*without_padding(*entries, node.attrs["padding_idx"]), grad.shape)
+    with torch.no_grad(), recorder.tagged(GRADIENT, node.forward), recorder.placed(node.device):
+        entries = without_padding(dy.flatten(0, rows.dim() - 1), rows.flatten(), node.attrs["padding_idx"])
+        values, indices = torch.ops.tfnb.slices(*entries, grad.shape[0])
+        return IndexedSlices(values, indices, grad.shape)
 
 
 def _plain(number: Any) -> torch.Tensor:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import mul
+from functools import reduce
+from operator import add, mul
 from typing import Any, NamedTuple
 
 import torch
@@ -73,9 +74,10 @@ class Metrics:
             places.setdefault(epoch, []).append(place)
         for epoch, mine in places.items():
             weights = [rows[place] for place in mine]
-            new = [sum(weights), *(sum(map(mul, map(column.__getitem__, mine), weights)) for column in columns)]
-            old = self._totals.get(epoch, [0.0] * len(new))
-            self._totals[epoch] = [a + b for a, b in zip(old, new, strict=True)]
+            added = [weights, *(map(mul, map(column.__getitem__, mine), weights) for column in columns)]
+            old = self._totals.get(epoch, [0.0] * len(added))
+            # one after the other: the bits do not depend on how many steps are read at a time
+            self._totals[epoch] = [reduce(add, more, total) for total, more in zip(old, added, strict=True)]
         self._note_bad(steps, columns)
         self._extend_windows(steps, columns)
 

@@ -607,7 +607,7 @@ class Steps:
                 placed = place(cut, check=check, compile=compile)
                 placed = replace(placed, guards=RowGuards.of(step), joins=joins(about))
                 if len(tasks) > 1:
-                    parts, senders = part_plans(cut, placed.servers, numbers_of(names), check)
+                    parts, senders = part_plans(cut, placed.servers, numbers_of(names), check, is_staged=is_staged)
                     placed = replace(placed, parts=parts, senders=senders)
                 known = (weakref.ref(step), placed)
                 self._variables.adopt(strays, homes)

@@ -123,7 +123,8 @@ class Bucket:
     """The contributions of a rank to a step's sum, in one flat tensor for each dtype, each followed by a word "ready".
 
     Gradients are weighted by rows, or by a number of each rank that is summed along, in the precision of the gradients.
-    Other values are the first rank's: the other ranks contribute zeros.
+    Whether there is a gradient is the number of ranks that have one. Other values are the first rank's: the other ranks
+    contribute zeros.
 
     >>> bucket = Bucket(["grad", "value"], [Spec(torch.float32, (2,)), Spec(torch.float32, ())])
     >>> bucket.fill([torch.tensor([2.0, 4.0]), torch.tensor(7.0)], 0.5, is_first=True)
@@ -145,8 +146,8 @@ class Bucket:
 
         places = []
         for kind, spec in zip(kinds, specs, strict=True):
-            dtype = wide[0] if kind == "weight" else WIDE.get(spec.dtype, spec.dtype)
-            if kind not in ("grad", "value", "weight") or spec.symbols or dtype not in SUMMED:
+            dtype = wide[0] if kind in ("weight", "any") else WIDE.get(spec.dtype, spec.dtype)
+            if kind not in ("grad", "value", "weight", "any") or spec.symbols or dtype not in SUMMED:
                 raise Unimplemented(
                     f"mode='allreduce' sums gradients of a known size, of dtypes that gloo sums; this is {spec}, of "
                     f"kind {kind}: use mode='sync'"
@@ -174,7 +175,7 @@ class Bucket:
                 self._marks[weight][1] += not is_finite(tensor)
             elif kind == "grad" and by != 1.0:
                 torch.mul(tensor.to(view.dtype), by, out=view)
-            elif kind in ("grad", "weight") or is_first:
+            elif kind in ("grad", "weight", "any") or is_first:
                 view.copy_(tensor)
             else:
                 view.zero_()

@@ -2,7 +2,9 @@
 
 All parts are registered as one graph, with the passes before the cut done; each task cuts for itself. Values go
 straight from task to task (`tfnb.execution.dataflow.machine.Peers`). The inputs of a server come from one task, the one
-that computes most of them; the other tasks send theirs to this one.
+that computes most of them; the other tasks send theirs to this one. If the tasks are the servers of their stages, each
+reads and writes its own shard only: other stages get a Variable's value from the stage that holds it, as they get
+activations, and send their part of its gradient there.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +38,7 @@ from tfnb.execution.step_code import StepCode
 from tfnb.execution.tracing.health import is_finite
 from tfnb.execution.tracing.place_tracer import PlaceTracer
 from tfnb.graph import Graph, Node, Value
+from tfnb.graph.device_request import DeviceRequest, parse
 from tfnb.graph.node import leaves
 from tfnb.graph.subgraph import nested, queues_of
 from tfnb.passes import StepGraph, step_graph
@@ -56,19 +60,23 @@ class SentValue(NamedTuple):
 
 
 def part_plans(
-    split: Split, servers: Mapping[int, Plan], tasks: Sequence[int], check: bool
+    split: Split, servers: Mapping[int, Plan], tasks: Sequence[int], check: bool, *, is_staged: bool = False
 ) -> tuple[tuple[PartPlan, ...], dict[int, tuple[int, ...]]]:
     """The plans of a step's parts, and by shard the positions of the parts that send to the shard.
 
-    tasks: numbers of the cluster's tasks. Raises InvalidArgument for requests that contradict each other.
+    tasks: numbers of the cluster's tasks. is_staged: whether task k holds shard k. Raises InvalidArgument for requests
+    that contradict each other.
     """
     wanted = [value for value in split.fetches if value is not None]
     sent = [*_sent(split)]
     borders = list(dict.fromkeys(each.value for each in sent))
-    step = optimized_step(step_graph(split.compute, (*wanted, *borders, *split.checks), split.feeds))
-    sender = _senders(
-        in_parts(step, CutOptions(tasks, is_optimized=True, has_writes=False)), sent, len(wanted), borders
-    )
+    graph = _reading_at_home(split) if is_staged else split.compute
+    step = optimized_step(step_graph(graph, (*wanted, *borders, *split.checks), split.feeds))
+    if is_staged:
+        sender = {each.shard: Place(each.shard) for each in sent}
+    else:
+        uncrossed = in_parts(step, CutOptions(tasks, is_optimized=True, has_writes=False))
+        sender = _senders(uncrossed, sent, len(wanted), borders)
     crossing = list(dict.fromkeys((each.value, sender[each.shard]) for each in sent))
     outputs = (*wanted, *(value for value, _ in crossing), *split.checks)
     places = [*([None] * len(wanted)), *(place for _, place in crossing), *([None] * len(split.checks))]
@@ -90,6 +98,22 @@ def part_plans(
         plans.append(PartPlan(part.place.number, plan, kinds, shards))
     position = {part.place: at for at, part in enumerate(found.parts)}
     return tuple(plans), {shard: (position[place],) for shard, place in sender.items()}
+
+
+def _reading_at_home(split: Split) -> Graph:
+    """The graph of a step's tasks, in which each Variable is read by the task of the one shard that it lies on."""
+
+    def placed(node: Node) -> Node:
+        shards = {piece.shard for piece in split.placement.homes[node.attrs["variable"].key]}
+        if len(shards) != 1:
+            return node
+        request = DeviceRequest() if node.device is None else parse(node.device)
+        return replace(node, device=str(request._replace(job=None, task=shards.pop(), soft=False)))
+
+    contents = split.compute.contents
+    return split.compute.derive(
+        replace(contents, nodes=tuple(placed(n) if n.op == "tfnb.read" else n for n in contents.nodes))
+    )
 
 
 def _sent(split: Split) -> Iterator[SentValue]:

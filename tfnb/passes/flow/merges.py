@@ -124,6 +124,7 @@ MERGES: Mapping[str, ValueMerge] = {
     "sum": ValueMerge(_of(torch.sum), "aten.add.Tensor"),
     "max": ValueMerge(_of(torch.amax), "aten.maximum.default"),
     "min": ValueMerge(_of(torch.amin), "aten.minimum.default"),
+    "any": ValueMerge(_of(torch.any), "aten.logical_or.default"),  # whether there is a gradient
     "rows": ValueMerge(weighted),  # of a row-sparse derivative
     "entries": ValueMerge(_joined),  # what goes with these, such as their row numbers
     "weight": ValueMerge(_of(torch.sum)),  # the number by which derivatives are weighted
