@@ -509,6 +509,10 @@ class PythonReads:
                 self._reads |= dict.fromkeys(self._of_method(read, value), value)
         if namespace is not None:
             self._states += [_State.of(read, namespace) for read in self._reads]
+        self._groups = {
+            id(state.before): (str(state.read), state.before, _numbers(state.before))
+            for state in self._states if isinstance(state.before, torch.optim.Optimizer)
+        }  # fmt: skip
         self._attributes = {
             read: vars(module)[read.attribute]
             for read, module in self._reads.items()
@@ -673,12 +677,25 @@ class PythonReads:
         states = [state for state in self._states if state.holder not in self._entered]  # others were visited
         for name in dict.fromkeys(str(state.read) for state in states if self._is_changed(state)):
             yield CarriedState(None, f"this cell or block keeps {name} {cure}")
+        yield from self._set_in_groups()
         for state in states:
             if state.takes_items:
                 yield CarriedState(
                     None,
                     f"this cell or block takes items of {state.read}, an iterator: each run of the graph has those "
                     "that the recording took. Take them outside, and feed them to placeholders",
+                )
+
+    def _set_in_groups(self) -> Iterator[CarriedState]:
+        """Notes of numbers of an optimizer's param groups that the block set."""
+        for name, optimizer, before in self._groups.values():
+            pairs = zip(before, _numbers(optimizer), strict=False)  # a group may be new
+            found = dict.fromkeys(key for old, now in pairs for key in old if now.get(key, MISSING) != old[key])
+            if found:
+                yield CarriedState(
+                    None,
+                    f"this cell or block sets {', '.join(found)} of the param groups of {name}. That happens once, "
+                    "while it is recorded: a run takes the number that a group has then. Set it between runs",
                 )
 
     def _is_changed(self, state: _State) -> bool:
@@ -730,6 +747,11 @@ class PythonReads:
             return not rec.tape.is_fixed(rec.look(value).value)
         except InvalidArgument:  # of the inside of a branch or loop, and no result of it
             return False
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The plain numbers of each param group."""
+    return [{name: item for name, item in group.items() if _is_plain(item)} for group in optimizer.param_groups]
 
 
 def _picture(value: Any) -> Picture | None:
