@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import itertools
 import warnings
 from collections import Counter, deque
@@ -971,3 +972,39 @@ def test_a_block_that_sets_no_number_of_a_param_group_is_not_noted() -> None:
         step = optimizer.step()
     run(step, x)
     assert not graph.notes
+
+
+def test_an_optimizers_state_that_a_block_reads_is_noted() -> None:
+    layer = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(X).sum().backward()
+    optimizer.step()
+    told = r"this cell or block reads optimizer\.state, in Python"
+    with pytest.warns(UserWarning, match=told), tfnb.record():
+        x = tfnb.placeholder(X)
+        y = x * optimizer.state[layer.weight]["exp_avg"].sum()
+    run(y, x)
+    with pytest.warns(UserWarning, match=told), tfnb.record():
+        x = tfnb.placeholder(X)
+        y = x * sum(state["step"].item() for state in optimizer.state.values())
+    run(y, x)
+
+
+class Mode(enum.Enum):
+    """Two ways."""
+
+    TWICE = 2
+    THRICE = 3
+
+
+def test_a_member_of_an_enumeration_that_a_name_is_bound_to_anew_is_noted() -> None:
+    mode = Mode.TWICE
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(X)
+        y = x * (2 if mode is Mode.TWICE else 3)
+    session = tfnb.Session(graph)
+    session.run(y, {x: X})
+    mode = Mode.THRICE
+    with pytest.warns(UserWarning, match="mode was <Mode.TWICE: 2> when .* and is <Mode.THRICE: 3> now"):
+        user_code_ran()
+        session.run(y, {x: X})

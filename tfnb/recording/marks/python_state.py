@@ -480,6 +480,13 @@ class _State(NamedTuple):
         items = _items(value) if isinstance(value, _KEPT) and len(value) < FEW else None
         return cls(read, namespace, value, items, _picture(value), holder, is_global)
 
+    def paths(self, last: str) -> Iterator[NameRead]:
+        """The beginnings of the path that end with this attribute."""
+        names = self.read.attribute.split(".")
+        for place, name in enumerate(names):
+            if name == last:
+                yield NameRead(self.read.name, ".".join(names[: place + 1]))
+
     @property
     def takes_items(self) -> bool:
         """Whether reading it is taking an item of an iterator that outlives the block.
@@ -678,6 +685,7 @@ class PythonReads:
         for name in dict.fromkeys(str(state.read) for state in states if self._is_changed(state)):
             yield CarriedState(None, f"this cell or block keeps {name} {cure}")
         yield from self._set_in_groups()
+        yield from self._read_slots()
         for state in states:
             if state.takes_items:
                 yield CarriedState(
@@ -696,6 +704,19 @@ class PythonReads:
                     None,
                     f"this cell or block sets {', '.join(found)} of the param groups of {name}. That happens once, "
                     "while it is recorded: a run takes the number that a group has then. Set it between runs",
+                )
+
+    def _read_slots(self) -> Iterator[CarriedState]:
+        """Notes of optimizers whose state the block's code reads: a run has what the recording found there."""
+        paths = dict.fromkeys(path for state in self._states for path in state.paths("state"))
+        for path in paths:
+            owner = NameRead(path.name, path.attribute.rpartition(".")[0])
+            optimizer = None if self._namespace is None else self._namespace.at(owner)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                yield CarriedState(
+                    None,
+                    f"this cell or block reads {path}, in Python: every run of the graph has what the recording found "
+                    "there. Read it outside, after a run",
                 )
 
     def _is_changed(self, state: _State) -> bool:
