@@ -83,7 +83,9 @@ return x * 2 if n > 0 else x * 3
 # its type
 n, k = x[0, 0].item(), int(x[0, 1])
 kinds = isinstance(n, float), isinstance(k, int), isinstance(k, (float, str)), isinstance(n, torch.Tensor)
-return kinds, type(n) is float, type(k) is int, type(k > 1) is bool, {float: 2, torch.Tensor: 3}[type(n)]
+z = torch.complex(x, x).sum().item()
+numbers = isinstance(z, complex), type(z) is complex
+return numbers, kinds, type(n) is float, type(k) is int, type(k > 1) is bool, {float: 2, torch.Tensor: 3}[type(n)]
 
 # the type of a recorded tensor
 return type(x) is torch.Tensor, isinstance(x, torch.Tensor), type(x * 2) in (torch.Tensor,)
@@ -94,7 +96,9 @@ return isinstance(n, int), type(n) is int, isinstance(n, (float, torch.Tensor)),
 
 # whole parts
 n = x.sum().item()
-return math.floor(n), math.ceil(n), math.trunc(n), divmod(n, 2), divmod(int(n), 3), divmod(x.shape[0], 2)[1] * x
+k, large = int(x[0, 1]), bool(x.sum() > 1)
+whole = math.floor(k), math.ceil(large), math.floor(n), math.ceil(n)
+return whole, math.trunc(n), divmod(n, 2), divmod(int(n), 3), divmod(x.shape[0], 2)[1] * x
 """
 
 NEEDED = """

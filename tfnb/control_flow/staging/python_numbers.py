@@ -80,7 +80,7 @@ def _rounded(function: Callable[..., Any], rounding: Callable[[torch.Tensor], to
         if found is None:
             return function(item)
         recorder, tensor = found
-        exact = tensor.detach() if tensor.dtype == torch.int64 else rounding(tensor.detach())
+        exact = rounding(tensor.detach()) if tensor.is_floating_point() else tensor.detach()
         return _number(recorder, recorder.handle(exact), torch.int64)
 
     return number
@@ -109,7 +109,8 @@ def _python_type(item: Any) -> type:
     if isinstance(item, SIZES):
         return type(plain_number(item))
     if _is_python_number(item):
-        return bool if item.dtype == torch.bool else float if item.is_floating_point() else int
+        kinds = {bool: item.dtype == torch.bool, float: item.is_floating_point(), complex: item.is_complex(), int: True}
+        return next(kind for kind, fits in kinds.items() if fits)
     return torch.Tensor if type(item) is Tensor else type(item)
 
 
