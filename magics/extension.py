@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from threading import Thread
 from types import TracebackType
 from typing import Any
 
@@ -65,7 +64,7 @@ def load(shell: InteractiveShell) -> None:
             formatter.for_type_by_name(*name.rsplit(".", 1), function)
     if not shell.custom_exceptions:  # somebody else's handler stays
         shell.set_custom_exc(SHORT, _show_short)
-    Thread(target=_import_torch, name="tfnb-imports", daemon=True).start()
+    tfnb.load_in_background(_import_torch)
 
 
 def _user_code_ran(_result: object = None) -> None:

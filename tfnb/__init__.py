@@ -6,12 +6,15 @@ The public names, loaded when first used, so that ``import tfnb`` costs no torch
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from threading import Thread, current_thread
 from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
+LOADING = 60.0  # seconds at most that a name waits for what is loaded in the background
 
 if find_spec("tfnb.kernels") is None:
     raise ImportError(
@@ -85,10 +88,30 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
+_loaders: list[Thread] = []  # that load in the background what the first recording needs
+
+
+def load_in_background(load: Callable[[], None]) -> None:
+    """Run ``load``, which imports, in a thread. A public name that is first used meanwhile waits for it: two threads
+    that import rooms of a cycle of packages at once would see modules by half.
+    """
+    _loaders.append(Thread(target=load, name="tfnb-imports", daemon=True))
+    _loaders[-1].start()
+
+
+def _wait_for_loaders() -> None:
+    while _loaders and _loaders[0] is not current_thread():
+        loader = _loaders[0]
+        loader.join(LOADING)
+        if loader in _loaders:
+            _loaders.remove(loader)
+
+
 def __getattr__(name: str) -> Any:
     """Load a public name, or a room, at its first use."""
     if name not in _FROM and name not in _ROOMS:
         raise AttributeError(f"module 'tfnb' has no attribute {name!r}")
+    _wait_for_loaders()
     with import_module("tfnb.interrupts").no_interrupt():  # a library loaded by half stays broken in this process
         value = getattr(import_module(_FROM[name]), name) if name in _FROM else import_module(f"tfnb.{name}")
     setattr(sys.modules[__name__], name, value)

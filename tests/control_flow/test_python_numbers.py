@@ -11,7 +11,7 @@ import torch
 
 import tfnb
 from tests.control_flow.written import blocks, compared, function
-from tfnb.errors import BranchChanged
+from tfnb.errors import BranchChanged, ShapeError
 
 FED = [
     torch.tensor([[0.5, 1.25]]),
@@ -79,6 +79,26 @@ return n
 # a parameter
 n = weight.item()
 return x * 2 if n > 0 else x * 3
+
+# its type
+n, k = x[0, 0].item(), int(x[0, 1])
+kinds = isinstance(n, float), isinstance(k, int), isinstance(k, (float, str)), isinstance(n, torch.Tensor)
+z = torch.complex(x, x).sum().item()
+numbers = isinstance(z, complex), type(z) is complex
+return numbers, kinds, type(n) is float, type(k) is int, type(k > 1) is bool, {float: 2, torch.Tensor: 3}[type(n)]
+
+# the type of a recorded tensor
+return type(x) is torch.Tensor, isinstance(x, torch.Tensor), type(x * 2) in (torch.Tensor,)
+
+# the type of a size
+n = x.shape[0]
+return isinstance(n, int), type(n) is int, isinstance(n, (float, torch.Tensor)), isinstance(n / 2, float)
+
+# whole parts
+n = x.sum().item()
+k, large = int(x[0, 1]), bool(x.sum() > 1)
+whole = math.floor(k), math.ceil(large), math.floor(n), math.ceil(n)
+return whole, math.trunc(n), divmod(n, 2), divmod(int(n), 3), divmod(x.shape[0], 2)[1] * x
 """
 
 NEEDED = """
@@ -90,6 +110,24 @@ return x * [1.0, 2.0, 3.0][x.argmax()]
 
 # a key
 return x * {0: 1.0, 1: 2.0}[int(x[0, 1])]
+
+# a key that may be there
+return x * {0: 1.0, 1: 2.0}.get(int(x[0, 1]), 5.0)
+
+# a key that a dict has
+return x * (2.0 if int(x[0, 1]) in {1: "one", 7: "seven"} else 3.0)
+
+# an element that a set has
+return x * (2.0 if int(x[0, 1]) in {1, 7} else 3.0)
+
+# elements of a set
+return x * len({int(x[0, 1]), int(x[0, 1] * 1), 1})
+
+# a count
+seen = {}
+for k in (int(x[0, 1]), 1):
+    seen[k] = seen.get(k, 0) + 1
+return x * seen[1]
 
 # part of a list
 return x * sum([1.0, 2.0, 3.0][: int(x[0, 1])])
@@ -111,11 +149,12 @@ return torch.full((2,), x[0, 1].item()) + x
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("name", "body"), blocks(STAGED), ids=[name for name, _ in blocks(STAGED)])
 def test_a_number_of_a_recorded_value_is_each_runs_own(name: str, body: str) -> None:
-    notes, refused = compared(body, FED[0], FED, weight=torch.nn.Parameter(torch.ones(())))
+    notes, refused = compared(body, FED[0], FED, weight=torch.nn.Parameter(torch.ones(())), math=math)
     assert refused == 0
     assert not any("stays Python" in note or "a run must have" in note for note in notes), notes
 
 
+@pytest.mark.filterwarnings("ignore:.*Python took the")  # dicts and sets compare what has the same hash
 @pytest.mark.parametrize(("name", "body"), blocks(NEEDED), ids=[name for name, _ in blocks(NEEDED)])
 def test_a_number_that_python_needs_is_guarded(name: str, body: str) -> None:
     notes, refused = compared(body, FED[0], FED, (BranchChanged,), math=math, np=np)
@@ -136,6 +175,30 @@ def test_the_text_of_a_number_is_that_of_the_sample_and_noted(
     assert capsys.readouterr().out.strip() == ("3" if "print" in text else "")
     (note,) = graph.notes
     assert f"`{how}` took the sample's value" in note and "line" in note
+
+
+@pytest.mark.parametrize(("text", "how"), [
+    ("str(n)", "str()"), ("repr(n)", "repr()"), ("f'{n}'", "format()"), ("f'{n:d}'", "format()"),
+    ("'{}'.format(n)", "format()"),
+])  # fmt: skip
+def test_the_text_of_a_size_is_that_of_the_sample_and_noted(text: str, how: str) -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        assert tfnb.autograph(function(f"n = x.shape[0]\nreturn {text}"))(x) == "3"
+        y = x * 2
+    (note,) = graph.notes
+    assert f"`{how}` took the sample's value" in note and "line" in note
+    assert tfnb.run(y, {x: torch.ones(5)}).tolist() == [2.0] * 5  # the text fixes no size
+
+
+@pytest.mark.parametrize("owner", ["[x * 2, x * 3]", "(x * 2, x * 3)", "{False: x * 2, True: x * 3}"])
+def test_a_test_of_sizes_as_an_index_is_guarded(owner: str) -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3), name="x")
+        y = tfnb.autograph(function(f"return {owner}[len(x) > 2]"))(x)
+    assert tfnb.run(y, {x: torch.ones(4)}).tolist() == [3.0] * 4
+    with pytest.raises(ShapeError, match="recorded for B > 2"):
+        tfnb.run(y, {x: torch.ones(2)})
 
 
 def test_the_guard_names_its_line() -> None:

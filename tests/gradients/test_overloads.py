@@ -145,3 +145,35 @@ def test_rrelu_in_training_keeps_the_slopes_it_drew() -> None:
         (again,) = tfnb.gradients((dx * dx).sum() + (x * x).sum(), [x])
     torch.testing.assert_close(dx.sample, y.sample / x.sample)
     torch.testing.assert_close(again.sample, 2 * x.sample)
+
+
+SPREADS = {
+    "var": lambda x: torch.var(x, 0), "std": lambda x: x.std(0), "of all": lambda x: x.var() + x.std(),
+    "var_mean": lambda x: sum(torch.var_mean(x, 0)), "std_mean": lambda x: sum(torch.std_mean(x, (0, 1), keepdim=True)),
+    "correction": lambda x: x.var(0, correction=2) + x.std(0, correction=0),
+    "other axis": lambda x: x.var(-1, keepdim=True) * x.std(1)[:, None],
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0")
+@pytest.mark.parametrize("of", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", SPREADS)
+def test_variances_of_few_rows_have_the_gradients_of_autograd(name: str, of: torch.dtype) -> None:
+    """One row, as of a last batch, has no degree of freedom: NaN and infinity as there, and no error."""
+    spread = SPREADS[name]
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(6, 3, dtype=of))
+        loss = (spread(x) * 3).sum().abs()
+        (dx,) = tfnb.gradients(loss, [x])
+        if of == torch.float64:
+            (again,) = tfnb.gradients(dx.square().sum(), [x])
+    for rows in (5, 2, 1):
+        fed = torch.randn(rows, 3, dtype=of).requires_grad_()
+        wanted = (spread(fed) * 3).sum().abs()
+        (first,) = torch.autograd.grad(wanted, fed, create_graph=True)
+        torch.testing.assert_close(
+            tfnb.run([loss, dx], {x: fed.detach()}), [wanted.detach(), first.detach()], equal_nan=True
+        )
+        if of == torch.float64 and rows > 2:
+            (second,) = torch.autograd.grad(first.square().sum(), fed)
+            torch.testing.assert_close(tfnb.run(again, {x: fed.detach()}), second)

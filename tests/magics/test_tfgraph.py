@@ -42,6 +42,19 @@ def test_loading_prints_nothing_and_imports_torch_in_the_background():
     assert done.stdout.split() == ["False", "True", "True"], done.stderr
 
 
+@pytest.mark.slow
+def test_a_name_that_is_used_while_torch_loads_waits_for_it():
+    program = (
+        "from IPython.core.interactiveshell import InteractiveShell as S; import threading, time; s = S.instance();"
+        "s.run_cell('%load_ext tfnb'); import tfnb; time.sleep(0.02);"
+        "print(any(t.name == 'tfnb-imports' for t in threading.enumerate()));"
+        "print(tfnb.connect.__name__, tfnb.record.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True", "connect", "record"], done.stderr
+    assert not done.stderr
+
+
 def test_unloading_takes_everything_back(notebook):
     shell = notebook.shell
     notebook.ok("%unload_ext tfnb")

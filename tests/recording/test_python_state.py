@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import itertools
 import warnings
 from collections import Counter, deque
@@ -939,3 +940,71 @@ def test_an_equal_tensor_in_the_place_of_a_captured_one_is_no_change(recwarn: py
     with pytest.warns(UserWarning, match="table has other values now"):
         for _ in range(100):
             session.run(y, {x: torch.ones(3)})
+
+
+@pytest.mark.parametrize("in_object", [False, True])
+def test_a_number_that_a_block_sets_in_a_param_group_is_noted(in_object: bool) -> None:
+    layer = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.5)
+    trainer = SimpleNamespace(optimizer=optimizer)
+    told = r"sets lr of the param groups of (trainer\.)?optimizer\. That happens once"
+    with pytest.warns(UserWarning, match=told), tfnb.record():
+        x = tfnb.placeholder(X)
+        if in_object:
+            for group in trainer.optimizer.param_groups:
+                group["lr"] *= 0.9
+        else:
+            optimizer.param_groups[0]["lr"] *= 0.9
+        optimizer.zero_grad()
+        layer(x).square().mean().backward()
+        step = optimizer.step()
+    run(step, x)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.09)
+
+
+def test_a_block_that_sets_no_number_of_a_param_group_is_not_noted() -> None:
+    layer = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(X)
+        optimizer.param_groups[0]["lr"] = 0.1
+        layer(x).square().mean().backward()
+        step = optimizer.step()
+    run(step, x)
+    assert not graph.notes
+
+
+def test_an_optimizers_state_that_a_block_reads_is_noted() -> None:
+    layer = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(X).sum().backward()
+    optimizer.step()
+    told = r"this cell or block reads optimizer\.state, in Python"
+    with pytest.warns(UserWarning, match=told), tfnb.record():
+        x = tfnb.placeholder(X)
+        y = x * optimizer.state[layer.weight]["exp_avg"].sum()
+    run(y, x)
+    with pytest.warns(UserWarning, match=told), tfnb.record():
+        x = tfnb.placeholder(X)
+        y = x * sum(state["step"].item() for state in optimizer.state.values())
+    run(y, x)
+
+
+class Mode(enum.Enum):
+    """Two ways."""
+
+    TWICE = 2
+    THRICE = 3
+
+
+def test_a_member_of_an_enumeration_that_a_name_is_bound_to_anew_is_noted() -> None:
+    mode = Mode.TWICE
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(X)
+        y = x * (2 if mode is Mode.TWICE else 3)
+    session = tfnb.Session(graph)
+    session.run(y, {x: X})
+    mode = Mode.THRICE
+    with pytest.warns(UserWarning, match="mode was <Mode.TWICE: 2> when .* and is <Mode.THRICE: 3> now"):
+        user_code_ran()
+        session.run(y, {x: X})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tfnb.errors import FailedPrecondition, ShapeError, StaleNode
+from tfnb.errors import BranchChanged, FailedPrecondition, ShapeError, StaleNode
 from tfnb.recording.values.workspace import workspace
 
 
@@ -416,3 +417,16 @@ def test_samples_that_nobody_holds_give_their_memory_back() -> None:
     held = y.sample
     tfnb.run(y, {x: x.sample[:2]})
     assert space.samples.bytes == 0 and y.sample is held
+
+
+@pytest.mark.parametrize("found", [
+    lambda x, y: 2 in y, lambda x, y: x[0] in y, lambda x, y: x[0] in torch.tensor([2, 5]),
+], ids=["number", "tensor", "constants"])  # fmt: skip
+def test_whether_a_tensor_holds_an_element_is_guarded(found: Callable[..., bool]) -> None:
+    x, y = torch.tensor([2, 2]), torch.tensor([1, 2, 3])
+    with pytest.warns(UserWarning, match="Python took the True branch"), tfnb.record():
+        a, b = tfnb.placeholder(x, shape=(2,)), tfnb.placeholder(y, shape=(3,))
+        z = a * 10 if found(a, b) else a
+    assert tfnb.run(z, {a: x, b: y}).tolist() == [20, 20]
+    with pytest.raises(BranchChanged):
+        tfnb.run(z, {a: x - 1, b: y * 0})

@@ -9,6 +9,7 @@ beside the tensors: caches of autocast and of parametrisations, TorchScript's op
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import Unsupported
 from tfnb.recording.marks.notes import NESTED
+from tfnb.recording.marks.user_code import is_foreign
 from tfnb.recording.marks.while_recording import SharedContext, swapped
 from tfnb.recording.overrides.autograd_function import recorded_apply
 from tfnb.recording.overrides.averaged_models import recorded_update
@@ -137,6 +139,17 @@ def _call_compiled(original: Original) -> Any:
         return original(self, *args, **kwargs) if open_recording() is None else self._orig_mod(*args, **kwargs)
 
     return call
+
+
+def _format_size(original: Original) -> Any:
+    def text(self: torch.SymInt, spec: str) -> str:
+        rec = open_recording()
+        if rec is None or not self.node.has_hint() or is_foreign(sys._getframe(1).f_code.co_filename):
+            return original(self, spec)
+        rec.text_of("format()")
+        return format(self.node.hint, spec)
+
+    return text
 
 
 def _unrecorded(original: Original) -> Any:
@@ -314,6 +327,8 @@ PATCHES = (
           "of a plain tensor it gives a plain one, and wants no recorded alias of it"),
     Patch(_jagged, ("_nt_view_dummy",), _not_nested,
           "a nested tensor of the jagged layout is made of a class of torch's, which asks recorded values for memory"),
+    Patch(_one(torch.SymInt), ("__format__",), _format_size,
+          "an f-string of a size has the sample's number, as one of a recorded number has, and is noted with its line"),
     Patch(_one(graph), ("register_multi_grad_hook",), _refused(_GROUP),
           "its hook hangs on the engine of autograd, which a recording has not"),
 )  # fmt: skip

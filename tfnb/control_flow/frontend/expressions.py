@@ -10,8 +10,8 @@ from tfnb.control_flow.frontend.trees import HIDDEN, never_tensor, no_arguments,
 
 # Calls that look at the frame they stand in, or whose answer never is a tensor.
 _AS_WRITTEN = frozenset({
-    "super", "locals", "globals", "vars", "dir", "eval", "exec", "breakpoint", "isinstance", "issubclass", "hasattr",
-    "callable", "type", "id", "format",
+    "super", "locals", "globals", "vars", "dir", "eval", "exec", "breakpoint", "issubclass", "hasattr", "callable",
+    "id", "format",
 })  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def _of_list(function: Callable[..., Any], *args: object, **kwargs: object) -> A
 
 def _of_package(function: FunctionType, *args: object, **kwargs: object) -> Any:
     """Call a function of an installed package, with staged numbers as plain values; torch accepts tensors."""
-    if function.__module__.partition(".")[0] not in ("torch", "tfnb"):
+    if (function.__module__ or "torch").partition(".")[0] not in ("torch", "tfnb"):  # None: torch.fx wrote it
         args, kwargs = tuple(map(given, args)), {name: given(arg) for name, arg in kwargs.items()}
     return function(*args, **kwargs)
 

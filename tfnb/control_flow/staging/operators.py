@@ -370,6 +370,8 @@ def item(owner: Any, index: Any) -> Any:
     """``owner[index]``."""
     if grown(owner):
         return item_of(owner, index)
+    if isinstance(index, torch.SymBool) and isinstance(owner, (tuple, *CONTAINERS)):
+        index = bool(index)  # a run must answer the test of sizes as the sample does
     if isinstance(owner, dict):  # a tensor may be a key
         return owner[given(index)]
     return owner[needed(index) if type(owner) in (list, tuple, str, range) else index]

@@ -7,13 +7,14 @@ and keeps a guard that a run has the same one.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tfnb.control_flow.staging.statement import as_number, is_number, status
-from tfnb.control_flow.structure import recorder_if_open
+from tfnb.control_flow.staging.statement import as_number, is_number, plain_number, status
+from tfnb.control_flow.structure import SIZES, recorder_if_open
 from tfnb.recording import Recorder, Tensor
 from tfnb.recording.overrides.python_answers import stands_for_number
 
@@ -71,6 +72,60 @@ def _round(number: Any, digits: int | None = None) -> Any:
     return _number(recorder, recorder.handle(rounded), torch.int64 if digits is None else rounded.dtype)
 
 
+def _rounded(function: Callable[..., Any], rounding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """``math.floor`` and its like: ``rounding`` of a recorded number, as an integer that each run has its own of."""
+
+    def number(item: Any) -> Any:
+        found = _recorded(item)
+        if found is None:
+            return function(item)
+        recorder, tensor = found
+        exact = rounding(tensor.detach()) if tensor.is_floating_point() else tensor.detach()
+        return _number(recorder, recorder.handle(exact), torch.int64)
+
+    return number
+
+
+def _is_taken(item: Any) -> bool:
+    """Whether a recorded value is a Python number that staged code took, or computed from such numbers alone."""
+    found = _recorded(item)
+    return found is not None and stands_for_number(found[0], found[0]._entry(found[1]).value)
+
+
+def _is_python_number(item: Any) -> bool:
+    """Whether an item is a plain number in plain PyTorch, and a recorded one or a size that varies here."""
+    return isinstance(item, SIZES) or is_number(item) or _is_taken(item)
+
+
+def _divmod(number: Any, by: Any) -> Any:
+    """``divmod``: sizes that vary and recorded numbers have no method for it."""
+    if _is_python_number(number) or _is_python_number(by):
+        return number // by, number % by
+    return divmod(number, by)
+
+
+def _python_type(item: Any) -> type:
+    """The type that an item has in plain PyTorch: ``int`` of a size that varies, ``torch.Tensor`` of a recorded one."""
+    if isinstance(item, SIZES):
+        return type(plain_number(item))
+    if _is_python_number(item):
+        kinds = {bool: item.dtype == torch.bool, float: item.is_floating_point(), complex: item.is_complex(), int: True}
+        return next(kind for kind, fits in kinds.items() if fits)
+    return torch.Tensor if type(item) is Tensor else type(item)
+
+
+def _type(*args: Any, **kwargs: Any) -> Any:
+    """``type``: of one argument the type in plain PyTorch."""
+    return type(*args, **kwargs) if len(args) != 1 or kwargs else _python_type(args[0])
+
+
+def _isinstance(item: Any, kinds: Any) -> bool:
+    """``isinstance``: a number that staged code took from a tensor is a Python number; a size is an ``int``, too."""
+    if isinstance(item, torch.Tensor) and _is_python_number(item):
+        return issubclass(_python_type(item), kinds)
+    return isinstance(item, kinds) or (isinstance(item, SIZES) and issubclass(_python_type(item), kinds))
+
+
 def needed(item: object) -> Any:
     """The sample's number in place of a recorded one; a run must have the same."""
     found = _recorded(item)
@@ -83,10 +138,7 @@ def needed(item: object) -> Any:
 
 def given(item: Any) -> Any:
     """The argument that a function of a package gets: the number itself where staged code took one."""
-    found = _recorded(item)
-    if found is None or not stands_for_number(found[0], found[0]._entry(found[1]).value):
-        return item
-    return needed(item)
+    return needed(item) if _is_taken(item) else item
 
 
 def shown(item: Any) -> Any:
@@ -98,13 +150,17 @@ def shown(item: Any) -> Any:
 
 
 def _text(function: Callable[..., str]) -> Callable[..., str]:
-    """``str`` and ``repr``: the text of a recorded number is that of the sample's, as in an f-string."""
+    """``str`` and ``repr``: the text of a recorded number or size is that of the sample's, as in an f-string."""
 
     def text(*args: Any, **kwargs: Any) -> str:
-        found = _recorded(args[0]) if len(args) == 1 and not kwargs else None
-        if found is None or not stands_for_number(found[0], found[0]._entry(found[1]).value):
-            return function(*args, **kwargs)
-        return function(_sampled(*found, f"{function.__name__}()"))
+        item: Any = args[0] if len(args) == 1 and not kwargs else None
+        recorder = None if status.off else recorder_if_open()
+        if recorder is not None and isinstance(item, SIZES) and item.node.has_hint():
+            recorder.text_of(f"{function.__name__}()")
+            return function(item.node.hint)
+        if recorder is not None and _is_taken(item):
+            return function(_sampled(recorder, item, f"{function.__name__}()"))
+        return function(*args, **kwargs)
 
     return text
 
@@ -116,4 +172,6 @@ def _sampled(recorder: Recorder, tensor: Tensor, how: str) -> Any:
 
 NUMBERS: dict[Any, Callable[..., Any]] = {
     **{kind: _taken(kind, kind) for kind in (float, int, bool)}, round: _round, str: _text(str), repr: _text(repr),
+    math.floor: _rounded(math.floor, torch.floor), math.ceil: _rounded(math.ceil, torch.ceil),
+    math.trunc: _rounded(math.trunc, torch.trunc), divmod: _divmod, type: _type, isinstance: _isinstance,
 }  # fmt: skip

@@ -53,6 +53,33 @@ partials(aten.mean.default, lambda n, dy: _spread(n, dy / _count(n)))
 partials(aten.mean.dim, lambda n, dy: _spread(n, dy / _count(n)))
 
 
+def _var(n: Forward, dy: torch.Tensor) -> torch.Tensor:
+    """The cotangent of a variance's input; NaN of a single row, as autograd's, where a division by zero would raise."""
+    x, correction = n["self"], n.get("correction")
+    freedom = _count(n) - (1 if correction is None else correction)
+    factor = torch.full((), 2.0, dtype=torch.float64, device=dy.device) / freedom
+    return factor * _kept(n, dy) * (x - x.mean(sorted(_dims(n)), keepdim=True))
+
+
+def _std(n: Forward, dy: torch.Tensor) -> torch.Tensor:
+    std = n.outs[0]
+    return _var(n, (dy / (std * 2)).masked_fill(std == 0, 0))
+
+
+partials(aten.var.correction, _var)
+partials(aten.std.correction, _std)
+
+
+@composite(aten.var_mean.correction)
+def _(self: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return torch.var(self, dim, correction=correction, keepdim=keepdim), self.mean(dim or [], keepdim=keepdim)
+
+
+@composite(aten.std_mean.correction)
+def _(self: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return torch.std(self, dim, correction=correction, keepdim=keepdim), self.mean(dim or [], keepdim=keepdim)
+
+
 def _products(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Of each element along ``dim``, the product of the others: right also with zeros."""
 

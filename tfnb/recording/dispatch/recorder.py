@@ -328,6 +328,10 @@ class Recorder(TorchDispatchMode):
         if note not in self.tape.notes:
             self.tape.notes.append(note)
 
+    def is_taken(self, tensor: Tensor) -> bool:
+        """Whether a recorded tensor stands for a Python number that staged code took."""
+        return tensor.graph is self.graph and stands_for_number(self, self._entry(tensor).value)
+
     def text_of(self, how: str) -> None:
         """A value was made into text while recording."""
         self.note(f"`{how}` took the sample's value, so the text is the same in every run")

@@ -481,6 +481,13 @@ class _State(NamedTuple):
         items = _items(value) if isinstance(value, _KEPT) and len(value) < FEW else None
         return cls(read, namespace, value, items, _picture(value), holder, is_global)
 
+    def paths(self, last: str) -> Iterator[NameRead]:
+        """The beginnings of the path that end with this attribute."""
+        names = self.read.attribute.split(".")
+        for place, name in enumerate(names):
+            if name == last:
+                yield NameRead(self.read.name, ".".join(names[: place + 1]))
+
     @property
     def takes_items(self) -> bool:
         """Whether a read takes an item of an iterator that outlives the block.
@@ -512,6 +519,10 @@ class PythonReads:
                 self._reads |= dict.fromkeys(self._of_method(read, value), value)
         if namespace is not None:
             self._states += [_State.of(read, namespace) for read in self._reads]
+        self._groups = {
+            id(state.before): (str(state.read), state.before, _numbers(state.before))
+            for state in self._states if isinstance(state.before, torch.optim.Optimizer)
+        }  # fmt: skip
         self._attributes = {
             read: vars(module)[read.attribute]
             for read, module in self._reads.items()
@@ -676,12 +687,39 @@ class PythonReads:
         states = [state for state in self._states if state.holder not in self._entered]  # others were visited
         for name in dict.fromkeys(str(state.read) for state in states if self._is_changed(state)):
             yield CarriedState(None, f"this cell or block keeps {name} {cure}")
+        yield from self._set_in_groups()
+        yield from self._read_slots()
         for state in states:
             if state.takes_items:
                 yield CarriedState(
                     None,
                     f"this cell or block takes items of {state.read}, an iterator: each run of the graph has those "
                     "that the recording took. Take them outside, and feed them to placeholders",
+                )
+
+    def _set_in_groups(self) -> Iterator[CarriedState]:
+        """Notes of numbers of an optimizer's param groups that the block set."""
+        for name, optimizer, before in self._groups.values():
+            pairs = zip(before, _numbers(optimizer), strict=False)  # a group may be new
+            found = dict.fromkeys(key for old, now in pairs for key in old if now.get(key, MISSING) != old[key])
+            if found:
+                yield CarriedState(
+                    None,
+                    f"this cell or block sets {', '.join(found)} of the param groups of {name}. That happens once, "
+                    "while it is recorded: a run takes the number that a group has then. Set it between runs",
+                )
+
+    def _read_slots(self) -> Iterator[CarriedState]:
+        """Notes of optimizers whose state the block's code reads: a run has what the recording found there."""
+        paths = dict.fromkeys(path for state in self._states for path in state.paths("state"))
+        for path in paths:
+            owner = NameRead(path.name, path.attribute.rpartition(".")[0])
+            optimizer = None if self._namespace is None else self._namespace.at(owner)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                yield CarriedState(
+                    None,
+                    f"this cell or block reads {path}, in Python: every run of the graph has what the recording found "
+                    "there. Read it outside, after a run",
                 )
 
     def _is_changed(self, state: _State) -> bool:
@@ -733,6 +771,11 @@ class PythonReads:
             return not rec.tape.is_fixed(rec.look(value).value)
         except InvalidArgument:  # of the inside of a branch or loop, and no result of it
             return False
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The plain numbers of each param group."""
+    return [{name: item for name, item in group.items() if _is_plain(item)} for group in optimizer.param_groups]
 
 
 def _picture(value: object) -> Picture | None:

@@ -7,6 +7,7 @@ picture as long as a recording would give the same graph. Imports torch and `use
 
 from __future__ import annotations
 
+import enum
 import inspect
 import weakref
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ def picture(value: object, deep: int = _DEEP) -> Picture | None:
     kind = type(value)
     if kind in _NUMBERS:
         return Picture("number", value)
-    if kind in _TEXTS:
+    if kind in _TEXTS or isinstance(value, enum.Enum):
         return Picture("text", value)
     if kind.__module__ == "numpy":
         return _of_array(value)

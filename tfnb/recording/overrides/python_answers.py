@@ -67,6 +67,12 @@ def item(rec: Recording, tensor: torch.Tensor) -> Any:
     return (tensor if entry.sample is None else entry.sample).item()
 
 
+@override(Stage.FUNCTION, torch.Tensor.__contains__)
+def _contains(rec: Recording, tensor: torch.Tensor, element: Any) -> Any:
+    """``element in tensor``: a recorded truth, which Python's ``in`` asks for its value, as an ``if`` does."""
+    return (tensor == element).any() if isinstance(element, torch.Tensor | int | float | bool) else NotImplemented
+
+
 def stands_for_number(rec: Recording, value: Value) -> bool:
     """Whether a value is a Python number that staged code took from a tensor, or computed from such numbers alone."""
     node = rec.tape.by_id.get(value.node) if rec.tape.numbers and value not in rec.tape.numbers else None

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -389,7 +390,17 @@ class Tensor(RecordedTensor):
         copy = self.detach().clone()
         return copy.requires_grad_() if self.requires_grad else copy
 
-    __hash__ = torch.Tensor.__hash__
+    def __hash__(self) -> int:
+        """By identity; in the program's own sets and dicts, one that stands for a Python number as that number."""
+        recording = current.recording()
+        if recording is None or not recording.tape.numbers or _hashes_by_identity(sys._getframe(1)):
+            return id(self)
+        return hash(self.item()) if recording.is_taken(self) else id(self)
+
+
+def _hashes_by_identity(frame: FrameType) -> bool:
+    """Whether code of tfnb or torch, or a weak reference, asks for a hash: those tell tensors apart, not numbers."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("tfnb", "torch", "weakref")
 
 
 def _read_only(array: Any) -> Any:
