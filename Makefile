@@ -29,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos demo docs fuzz test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage coverage-lines page cuda wheel doctor lab clean
+.PHONY: help chaos chaos-moments demo docs fuzz test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage coverage-lines page cuda wheel doctor lab clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ test-all: $(INSTALLED) ## both, without a choice or a limit of time
 
 chaos: $(INSTALLED) ## trainings under faults of all kinds, each step counted once by a history; SECONDS=600 SEED=1
 	$(BIN)/python -m tests.cluster.chaos $(SECONDS) $(SEED)
+
+chaos-moments: $(INSTALLED) ## processes killed at moments of a recovery, values compared with a replay; SECONDS=600 SEED=1
+	$(BIN)/python -m tests.cluster.chaos.moments $(SECONDS) $(SEED)
 
 fuzz: $(INSTALLED) ## what strangers may do, many times: files, names, wrong arguments, attacks on a port; TRIES=100
 	TFNB_FUZZ=$(TRIES) $(BIN)/python -m pytest -n $(WORKERS) --dist load $(FUZZ)
@@ -87,6 +90,7 @@ bench-cluster: $(INSTALLED) ## a step on a cluster beside plain Dask actors doin
 	$(BIN)/python -m tests.benchmarks.cluster_steps $(BENCH)
 	$(BIN)/python -m tests.benchmarks.cluster_bulk
 	$(BIN)/python -m tests.benchmarks.cluster_copies
+	$(BIN)/python -m tests.benchmarks.cluster_faults
 	$(BIN)/python -m tests.benchmarks.cluster_rows
 	$(BIN)/python -m tests.benchmarks.bench_parts
 	$(BIN)/python -m tests.benchmarks.cluster_pipeline

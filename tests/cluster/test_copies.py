@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.cluster.test_recovery import rated
 from tests.cluster.test_registry import entry
 from tfnb.cluster.engine.engine import Pins
 from tfnb.cluster.notebook.recovery_copies import RecoveryCopies
+from tfnb.cluster.notebook.steps_there import Steps
 from tfnb.errors import ParameterServerLost
 
 AFTER = 20  # steps that a training takes after a strike
@@ -182,6 +184,104 @@ def test_a_server_lost_with_the_holder_leaves_the_notebooks_copy(
     assert counts == [steps, steps]
     assert tfnb.recovery_log()[-1].holder == "" and tfnb.recovery_log()[-1].kept >= pulled
     assert "Restored from the notebook's copy of step" in capsys.readouterr().out
+
+
+class CheckpointStrikes(Strikes):
+    """Strikes that find a checkpoint newer than the copy and than what was pulled; no copy comes after it."""
+
+    def __init__(self, cluster: Any, strike: Callable[[Any], None], folder: Path) -> None:
+        super().__init__(cluster, self.saved)
+        self.saver, self._strike = tfnb.train.Saver(folder), strike
+        self.saved_step = 0
+
+    def saved(self, copy: Any) -> bool:
+        """Write a checkpoint beside a copy, and strike."""
+        safety = self.cluster._variables.safety
+        safety._due = float("inf") if copy is not None else safety._due
+        if copy is None or safety._is_copying or self.cluster.step <= copy.pins.step:
+            return False
+        self.saver.begin()
+        self.saver.settle()
+        self.saved_step = safety.written.pins.step
+        assert self.saved_step > copy.pins.step and Path(safety.written.file) == self.saver.latest
+        self._strike(copy)
+        return True
+
+    def trained(self, **options: Any) -> Any:
+        """Train, see that each step counts once, and return the recovery."""
+        steps, counts = self.fit(checkpoint=self.saver, checkpoint_every=1e9, **options)
+        assert counts == [steps, steps]
+        return tfnb.recovery_log()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"mode": "async"}, {"mode": "bounded", "staleness": 2}], ids=str)
+def test_a_server_and_the_holder_of_its_copy_lost_leave_the_newer_checkpoint(
+    connect: Any, tmp_path: Path, options: dict[str, Any], capsys: Any
+) -> None:
+    cluster = connect(2)
+    striking = CheckpointStrikes(
+        cluster, lambda copy: kill(copy.holders[0], copy.holders[1], cluster._engine.servers[0]), tmp_path
+    )
+    recovery = striking.trained(**options)
+    assert recovery.kept == striking.saved_step > 0 and not recovery.holder and not recovery.passed_over
+    assert f"Restored from the checkpoint {tmp_path}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_newer_than_the_copy_is_taken(connect: Any, tmp_path: Path) -> None:
+    cluster = connect(2)
+    striking = CheckpointStrikes(cluster, lambda copy: kill(cluster._engine.servers[-1]), tmp_path)
+    assert striking.trained().source == f"the checkpoint {striking.saver.paths[0]}"
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_passed_over_for_the_copy(connect: Any, tmp_path: Path, capsys: Any) -> None:
+    cluster = connect(2)
+
+    def damage(copy: Any) -> None:
+        for shard in (tmp_path / "shards").iterdir():
+            shard.write_bytes(shard.read_bytes()[:-8])
+        kill(cluster._engine.servers[0])
+
+    striking = CheckpointStrikes(cluster, damage, tmp_path)
+    recovery = striking.trained()
+    assert recovery.holder == "task:0 and task:1" and 0 < recovery.kept < striking.saved_step
+    (why,) = recovery.passed_over
+    assert why.startswith(f"the checkpoint {tmp_path}") and f"of step {striking.saved_step}: " in why
+    assert f"  Passed over: {why}." in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_all_variables_that_steps_wrote_is_no_copy(connect: Any, tmp_path: Path) -> None:
+    cluster, other = connect(2), Counters(shards=1)
+
+    def strike(copy: Any) -> None:
+        tfnb.run(other.train, {other.x: torch.ones(4)})
+        kill(*copy.holders.values(), cluster._engine.servers[0])
+
+    recovery = CheckpointStrikes(cluster, strike, tmp_path).trained()
+    assert recovery.source == "the notebook's copy" and recovery.gone == 1 and other.counts() == [0]
+    assert "it lacks count0, which was written since" in recovery.passed_over[0]
+
+
+@pytest.mark.slow
+def test_a_server_lost_before_any_copy_of_earlier_steps_is_one_typed_error(
+    connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, counters = connect(2), Counters()
+    for _ in range(3):
+        tfnb.run(counters.train, {counters.x: torch.ones(4)})
+    show = Steps._show
+
+    def killed(self: Any) -> None:
+        kill(*cluster._engine.servers)
+        show(self)
+
+    monkeypatch.setattr(Steps, "_show", killed)
+    with pytest.raises(ParameterServerLost, match="no process and no checkpoint holds newer ones"):
+        tfnb.fit(counters.train, counters.rows(10))
+    assert counters.counts() == [0, 0]
 
 
 @pytest.mark.slow

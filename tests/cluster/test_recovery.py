@@ -18,8 +18,11 @@ from torch import nn
 
 import tfnb
 from tests.cluster.conftest import WORKERS, workers
-from tests.cluster.test_cuts import Counters
+from tests.cluster.test_cuts import Counters, set_hold
+from tfnb.cluster.members import deploy
 from tfnb.cluster.members.deploy import start
+from tfnb.cluster.server.courses import HOLD
+from tfnb.cluster.wire.transport import ClientLink
 from tfnb.errors import ParameterServerLost
 from tfnb.session import default_session
 
@@ -355,3 +358,79 @@ def test_an_interrupt_ends_a_recovery_at_once(connect: Any, monkeypatch: Any) ->
         tfnb.fit(counters.train, counters.rows(STEPS), callbacks=[Killer(cluster, 20)])
     assert time.monotonic() - began[0] < 20
     assert len({*counters.counts()}) == 1, "all copies are of one step"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["route", "greet", "configure"])
+def test_a_worker_killed_while_a_recovery_starts_its_task_is_left_out(
+    connect: Any, monkeypatch: Any, call: str
+) -> None:
+    """Its successor, or one of the others, takes its place; the training has restarts left."""
+    counters = Counters(pause=2)
+    cluster = connect(2)
+    owner = ClientLink if call == "route" else deploy
+    function, killed = getattr(owner, call), list[int]()
+
+    async def kills(*args: Any) -> Any:
+        if not killed and len(tfnb.recovery_log()) == before and cluster._engine.lost is not None:
+            killed.append(next(nanny.pid for nanny in cluster.client.cluster.workers.values() if is_in(nanny, args)))
+            os.kill(killed[0], signal.SIGKILL)
+        return await function(*args)
+
+    def is_in(nanny: Any, args: Any) -> bool:
+        addrs = {arg if isinstance(arg, str) else getattr(arg, "addr", "") for arg in args}
+        members = args[1] if call == "configure" else ()
+        return nanny.worker_address in addrs | {member.peer.addr for member in members[:1]}
+
+    before = len(tfnb.recovery_log())
+    monkeypatch.setattr(owner, call, kills)
+    result = tfnb.fit(counters.train, counters.rows(60), callbacks=[Killer(cluster, 20)])
+    assert killed and result.steps == 60 and counters.counts() == [60, 60]
+    assert "direct" in str(cluster.status())
+
+
+def test_a_server_killed_again_in_the_validation_of_an_epoch(connect: Any) -> None:
+    net = Net()
+    cluster = connect(2)
+    before, kills = len(tfnb.recovery_log()), iter([True, True])
+
+    class Rows(list[Any]):
+        """Kills a server when the validation begins, and when it begins again."""
+
+        def __iter__(self) -> Iterator[Any]:
+            if next(kills, False):
+                kill_server(cluster)
+            return super().__iter__()
+
+    result = tfnb.fit(
+        net.train, net.batches("list"), epochs=1, watch={"loss": net.loss}, exact=False, feeds=(net.x, net.y),
+        validation=Rows(net.batches("list")),
+    )  # fmt: skip
+    assert result.steps == 30 and len(tfnb.recovery_log()) == before + 2
+    assert all("val_loss" in entry for entry in result.history)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_steps_do_not_let_through_is_tried_again(
+    connect: Any, tmp_path: Any, monkeypatch: Any
+) -> None:
+    """A pin that found no instant between two steps, because holds end too early, is a warning, not the end."""
+    monkeypatch.setattr("tfnb.cluster.engine.engine.PULLS", 1)
+    counters = Counters()
+    cluster = connect(2)
+    servers = [member.peer.addr for member in cluster._engine.servers]
+    cluster.client.run(set_hold, 0.0, workers=servers)
+    saver = tfnb.train.Saver(tmp_path)
+    end = time.monotonic() + 120
+
+    def rows() -> Iterator[Any]:
+        while not saver.failures:
+            assert time.monotonic() < end
+            yield {counters.x: torch.ones(4)}
+
+    try:
+        with pytest.warns(UserWarning, match=r"steps went on during each of 1 pulls"):
+            result = tfnb.fit(counters.train, rows(), checkpoint=saver, checkpoint_every=0.02)
+    finally:
+        cluster.client.run(set_hold, HOLD, workers=servers)
+    assert counters.counts() == [result.steps] * 2

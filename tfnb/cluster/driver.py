@@ -38,7 +38,7 @@ from tfnb.cluster.notebook.restoring import brought
 from tfnb.cluster.notebook.steps_there import Steps, batches
 from tfnb.cluster.notebook.variables_there import VariablesThere, gives_way
 from tfnb.cluster.notebook.waiting import SETTLE, EventLoopWaiter, ensure_no_look
-from tfnb.cluster.recovery import KEPT, BatchReplay, Recovery, RecoveryBudget, logged
+from tfnb.cluster.recovery import KEPT, NOTEBOOK, BatchReplay, Recovery, RecoveryBudget, logged
 from tfnb.cluster.wire.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import (
     Aborted,
@@ -326,11 +326,17 @@ class Cluster:
                 return
             except (ParameterServerLost, SchedulerLost, Cancelled, Aborted) as error:
                 is_beside = self._engine is not engine and engine.lost is not None  # another thread recovered it
+                if seen.now is None and isinstance(error, ParameterServerLost):
+                    error.message += (
+                        "\n  The training had not begun, and does not by itself: the values here lack steps before it, "
+                        "and no process and no checkpoint holds newer ones."
+                    )
                 if seen.now is None or not (is_beside or isinstance(error, ParameterServerLost | SchedulerLost)):
                     raise
                 try:
                     try:
-                        self._recall(engine, error)
+                        files = bool(budget.restarts.most) and isinstance(error, ParameterServerLost)
+                        self._recall(engine, error, files=files)
                     finally:
                         replay.keep(seen.now())
                     if isinstance(error, SchedulerLost):  # its workers leave, too
@@ -343,17 +349,22 @@ class Cluster:
             yield StepGroup(0, (), kept=replay.applied, lost=recovery or failure or "beside")
         raise failure
 
-    def _recall(self, lost: Engine, error: TfnbError) -> None:
-        """Take the values that other processes hold, if they are newer than those here; the errors say so then."""
+    def _recall(self, lost: Engine, error: TfnbError, *, files: bool) -> None:
+        """Take the newest complete copy, if it is newer than the values here; the errors say so then.
+
+        files: a checkpoint, too. Where the training does not go on, `fit` says which one is newer, and leaves it.
+        """
         with self._recovering:
             if self._engine is lost and lost.lost is not None and not lost.is_closed:
                 before, step = self._values_here(), self.pulled_step
-                if self._variables.recall():
+                if self._variables.recall(files=files):
                     for one in (error, lost.lost):
                         one.message = one.message.replace(before, self._values_here())
                         one.details = self._details()
                     notices = connected.notices
                     notices[:] = [_LOST.format(self.pulled_step) if n == _LOST.format(step) else n for n in notices]
+                for line in self._variables.passed_over:
+                    error.message += f"\n  Passed over: {line}."
 
     def recover(
         self, error: ParameterServerLost, budget: RecoveryBudget, kept: int, end: float | None = None
@@ -372,7 +383,7 @@ class Cluster:
                 error.message += f"\n  Training does not go on by itself: nobody knows what queues {names} held."
                 raise error
             age, gone = begin - self._variables.pulled_at, len(self._variables.unseen)
-            holder = self._variables.holder
+            copy, passed_over = self._variables.shown, tuple(self._variables.passed_over)
             undone = self._queues.undone
             step = kept + lost.step - self.pulled_step - gone
             budget.spend(error, step)
@@ -388,7 +399,8 @@ class Cluster:
         return logged(
             Recovery(
                 time.time(), f"{type(error).__name__}: {first}", step, kept, gone, undone, age, spent, left,
-                budget.restarts.most, budget.restarts.within, len(self.tasks), len(self.servers), holder,
+                budget.restarts.most, budget.restarts.within, len(self.tasks), len(self.servers),
+                *(("", NOTEBOOK) if copy is None else (copy.names, copy.source)), passed_over,
             )
         )  # fmt: skip
 
@@ -399,7 +411,9 @@ class Cluster:
         if stuck:  # Dask lists these workers, and another task there would wait for the same process
             with suppress(Exception):  # of whatever kind: others take its place
                 self.client.restart_workers(stuck, timeout=REPLACED_WITHIN, raise_for_error=False)
-        self._link.wait(self._link.start(engine.abandon, ENDED_WITHIN), ENDED_WITHIN + 1, "ending what was in progress")
+        with suppress(DeadlineExceeded):  # of an event loop that gets too little of its processor: it ends later
+            what = "ending what was in progress"
+            self._link.wait(self._link.start(engine.abandon, ENDED_WITHIN), ENDED_WITHIN + SETTLE, what)
         self._queues.end()
         self._link.post(self._supervisor.cancel)
         self._adapting.release()
@@ -419,7 +433,7 @@ class Cluster:
         self._where.progress = ConnectProgress()
         try:
             self._begin(wanted._replace(workers=workers), min(seconds, REPLACED_WITHIN) if is_replaced else 1.0)
-        except DeadlineExceeded:
+        except (DeadlineExceeded, Unavailable):  # some do not come back, or one died or stopped meanwhile
             self._begin(wanted, max(1.0, end - time.monotonic()))
         engine = self._engine
         engine.step = self._variables.pulled_step = step
@@ -558,7 +572,7 @@ class Cluster:
         there, missing = self._variables, self._details()["lost_steps"]
         tell = f"{missing} later steps are gone" if missing else "no later one was known here"
         age = max(0.0, self._lost_at - there.pulled_at)
-        what = f"the copy held by {there.holder}" if there.holder else "the last pulled values"
+        what = there.shown.source if there.shown else "the last pulled values"
         return f"The local variables hold {what}, of step {there.pulled_step}, {age:.1f} s old: {tell}."
 
     def close(self, timeout: float = 30.0) -> None:

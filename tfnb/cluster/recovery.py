@@ -1,9 +1,9 @@
 """Recovery after the loss of a parameter server: the report of a recovery, and the batches to replay.
 
-While a training goes on other processes hold copies of the servers' values (`VariablesThere.refresh`), and now and then
-the notebook pulls them, with the steps that they have seen. When a server is lost the newest of these copies is taken,
-tasks and servers are started anew on the workers that are there, under a new epoch, and the training goes on from that
-copy: every later step is taken again, so that each counts once.
+While a training goes on other processes hold copies of the servers' values (`VariablesThere.refresh`), now and then
+the notebook pulls them, with the steps that they have seen, and checkpoints are written. When a server is lost the
+newest complete one of these copies is taken, tasks and servers are started anew on the workers that are there, under a
+new epoch, and the training goes on from that copy: every later step is taken again, so that each counts once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tfnb.state.steps_taken import AppliedSteps
 
 KEPT = 256 << 20  # bytes of batches that a copy of the values has not seen, after which the next copy is made at once
 MOST = 100  # recoveries that the log holds
+NOTEBOOK = "the notebook's copy"
 
 _log: deque[Recovery] = deque(maxlen=MOST)
 
@@ -35,7 +36,8 @@ class Recovery:
     it had not, which nobody takes again; ``undone``: names of queues on lost servers, and how many steps of `tfnb.run`
     used each, of which the same is true. ``age``: of the copy, in seconds. ``seconds``: until tasks and servers stood
     again, the start of the values on them not included. ``left``: restarts that are left of ``most`` within ``within``
-    seconds. ``holder``: names of the tasks that held the copy, empty for the notebook.
+    seconds. ``holder``: names of the tasks that held the copy, empty for the notebook and for a checkpoint;
+    ``source``: whose copy it was, in words. ``passed_over``: newer copies that could not be taken, and why.
     """
 
     at: float
@@ -52,6 +54,8 @@ class Recovery:
     tasks: int
     servers: int
     holder: str = ""
+    source: str = NOTEBOOK
+    passed_over: tuple[str, ...] = ()
 
     @property
     def redone(self) -> int:
@@ -64,15 +68,14 @@ class Recovery:
             f"{self.lost} at step {self.step} of the training.\n"
             f"  Restored from {self.source} of step {self.kept} ({self.age:.1f} s old): {steps} will be redone, "
             "none is counted twice.\n"
-            f"{self._gone}{self._undone}"
+            f"{self._passed}{self._gone}{self._undone}"
             f"  Recovered in {self.seconds:.1f} s: {self.tasks} compute tasks, {self.servers} parameter servers. "
             f"Training goes on ({self.left} of {self.most} restarts left). tfnb.recovery_log() has details."
         )
 
     @property
-    def source(self) -> str:
-        """Whose copy it was, in words."""
-        return f"the copy held by {self.holder}" if self.holder else "the notebook's copy"
+    def _passed(self) -> str:
+        return "".join(f"  Passed over: {line}.\n" for line in self.passed_over)
 
     @property
     def _gone(self) -> str:

@@ -585,13 +585,14 @@ class _Run:
         """End an epoch: collect its values, and call the callbacks."""
         __tracebackhide__ = True
         self._read()
-        try:
-            found = self._validate(self)
-        except ParameterServerLost as error:  # tasks stand still, and the copy here has seen all steps
-            if self.cluster is None:
-                raise
-            self._say_recovered(self.cluster.recover(error, self.budget, self.step))
-            found = self._validate(self)
+        found: dict[str, float] | None = None
+        while found is None:
+            try:
+                found = self._validate(self)
+            except ParameterServerLost as error:  # tasks stand still, and the copy here has seen all steps
+                if self.cluster is None:
+                    raise
+                self._say_recovered(self.cluster.recover(error, self.budget, self.step))
         if found:
             self._validated[epoch] = found
         values = {**self._metrics.means_of(epoch), **found}

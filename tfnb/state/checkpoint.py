@@ -51,6 +51,10 @@ class ShardWriter(Protocol):
         """Gives the values up, unwritten; harmless if they are."""
         ...
 
+    def acknowledge(self, file: Path | str) -> None:
+        """The checkpoint is complete: its manifest, which is written last, is this file."""
+        ...
+
 
 @contextmanager
 def released_on_error(pinned: ShardWriter | None) -> Iterator[None]:
@@ -145,6 +149,8 @@ def save_shards(
     layout = manifests.write_shards(store, {**unwritten.variables, **unwritten.more}, whole)
     manifest = Manifest({**meta, "variables": VERSION}, {**pinned, **layout})
     manifests.write(store, name, manifest)
+    if unwritten.pinned is not None:
+        unwritten.pinned.acknowledge(store.path_of(name))
     return Checkpoint(store.path_of(name), manifest.bytes, unwritten.specs, manifest.meta), manifest
 
 

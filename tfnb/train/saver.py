@@ -16,7 +16,7 @@ from threading import Thread
 from types import MappingProxyType
 from typing import Any, Literal
 
-from tfnb.errors import FailedPrecondition, InvalidArgument, InvalidType
+from tfnb.errors import Aborted, FailedPrecondition, InvalidArgument, InvalidType
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.checkpoint import Checkpoint, Unwritten, released_on_error
 from tfnb.state.checkpoint_folder import CheckpointFolder, CheckpointRecord, Retention, name_of
@@ -24,7 +24,8 @@ from tfnb.train.callbacks import Progress
 
 _MORE_IS_BETTER = ("acc", "auc", "f1", "precision", "recall", "score")
 _NO_VALUES: Mapping[str, float] = MappingProxyType({})
-PASSING = (OSError, MemoryError)  # of a full disk or memory, or a server that does not answer: it may be better later
+# A full disk or memory, a server that does not answer, or steps that went on meanwhile: it may be better later.
+PASSING = (OSError, MemoryError, Aborted)
 
 
 class Saver:

@@ -12,9 +12,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, asynccontextmanager
 from copy import deepcopy
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -55,6 +55,7 @@ from tfnb.errors import (
     FailedPrecondition,
     InsecureAddress,
     InvalidArgument,
+    TfnbError,
     Unavailable,
     VersionMismatch,
     ensure_type,
@@ -65,6 +66,7 @@ T = TypeVar("T")
 
 LOOK = 0.5  # seconds between two looks at who is there
 HUSH = 2.0  # seconds
+UNLISTED_WITHIN = 1.0  # seconds after a failed call in which Dask takes a dead worker off its list
 _BEFORE = "distributed.nanny.pre-spawn-environ.DASK_DISTRIBUTED__COMM__"  # Dask reads these when it is imported
 SETTINGS = {
     f"{_BEFORE}OFFLOAD": "False", f"{_BEFORE}SHARD": "512MiB",  # a large message is not put together again
@@ -548,9 +550,13 @@ async def start(
                     raise
                 await asyncio.sleep(0.1)
         await registered.publish(lambda: (*found[0], *found[1]))
-    except BaseException:
+    except BaseException as error:
         adapting.release()
         await registered.close()
+        if isinstance(error, OSError) and not isinstance(error, TfnbError):  # of Dask, or a deadline of the registry
+            address = scheduler_address(client)
+            why = f"{type(error).__name__}: {error}"
+            raise Unavailable(f"the Dask scheduler at {address} did not answer: {why}") from error
         raise
     return found
 
@@ -596,15 +602,37 @@ async def _start_on(
     futures = {name: submit(client, name, addr, owner, wanted.resources) for addr, name in names.items()}
     await started(client, futures, {name: addr for addr, name in names.items()}, end, progress)
     members, route = [], "direct"
-    for addr, name in names.items():
-        peer = Peer(addr, str(futures[name].key), 0)
-        if route == "direct":
-            route = await link.route(peer)
-        peer, info = await greet(link, peer.addr, peer.key, end)
-        members.append(Member(name, peer, futures[name], info))
-    servers = [m for m in members if m.name.startswith("ps:")] or members
-    for place, server in enumerate(servers):
-        server.shards = who.held(place)
-    tasks = [m for m in members if m.name.startswith("task:")]
-    await configure(link, members, servers, epoch, end)
+    async with _noticing_the_gone(client, addrs):
+        for addr, name in names.items():
+            peer = Peer(addr, str(futures[name].key), 0)
+            if route == "direct" and (route := await link.route(peer)) != "direct":
+                await _ensure_there(client, [addr])
+            peer, info = await greet(link, peer.addr, peer.key, end)
+            members.append(Member(name, peer, futures[name], info))
+        servers = [m for m in members if m.name.startswith("ps:")] or members
+        for place, server in enumerate(servers):
+            server.shards = who.held(place)
+        tasks = [m for m in members if m.name.startswith("task:")]
+        await configure(link, members, servers, epoch, end)
     return tasks, servers, route
+
+
+@asynccontextmanager
+async def _noticing_the_gone(client: Client, addrs: Collection[str]) -> AsyncIterator[None]:
+    """A block of calls to workers; one that fails because a worker has died raises WorkerGone."""
+    try:
+        yield
+    except Unavailable as error:
+        if not isinstance(error, WorkerGone):
+            await _ensure_there(client, addrs)
+        raise
+
+
+async def _ensure_there(client: Client, addrs: Collection[str]) -> None:
+    """Raise WorkerGone if Dask takes one of these workers off its list, which is a moment after its death."""
+    end = time.monotonic() + UNLISTED_WITHIN
+    while time.monotonic() < end:
+        there = await identities(client)
+        if gone := [addr for addr in addrs if addr not in there]:
+            raise WorkerGone(f"the worker at {' and '.join(gone)} was lost while its task was started")
+        await asyncio.sleep(0.05)

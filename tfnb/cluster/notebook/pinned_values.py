@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from tfnb.cluster.engine.engine import Engine, Pins
@@ -23,7 +24,8 @@ from tfnb.state.manifests import Layout, Shard
 
 @dataclass(frozen=True)
 class PinnedValues:
-    """Variables by label. ``say``: tells the user, once, that servers do not see a local folder.
+    """Variables by label. ``say``: tells the user, once, that servers do not see a local folder. ``complete``: gets the
+    file of a complete checkpoint.
 
     ``release``: the servers give the values up. That happens once, at the latest when nothing refers to this any more,
     as after an interrupt of the call that pinned them.
@@ -34,6 +36,7 @@ class PinnedValues:
     homes: Homes
     pins: Pins
     say: Callable[[str, str], None]
+    complete: Callable[[Path | str], None]
     release: Callable[[], Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +53,10 @@ class PinnedValues:
     def nbytes(self) -> int:
         """Bytes of the values."""
         return sum(prod(one.shape) * one.spec.dtype.itemsize for one in self.variables.values())
+
+    def acknowledge(self, file: Path | str) -> None:
+        """The checkpoint is complete: a training can go on from it, should a server be lost."""
+        self.complete(file)
 
     def write_shards(self, store: CheckpointStore, whole: Collection[Shard]) -> Layout:
         """Let the servers write; the values are given up then. Raises CheckpointWriteError, also for a lost server."""

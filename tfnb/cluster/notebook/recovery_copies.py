@@ -1,9 +1,10 @@
-"""Copies of all shards at one step of a training, held by other processes, for the loss of a server.
+"""Copies of all shards at one step of a training, for the loss of a server: held by other processes, or in a file.
 
 A copy is a checkpoint whose writer is a process instead of a file: the values of one step are pinned on all servers,
 and each holder pulls those of its shards (`tfnb.cluster.tasks.held_copies`) while steps go on. The older set goes when
 all shards of the new one are acknowledged. A holder that does not answer in time is given up, and another one chosen.
-In the event loop, but for `RecoveryCopies.refresh`.
+A checkpoint that was written meanwhile is a copy as well, of the Variables that are in the file.
+In the event loop, but for `RecoveryCopies.refresh` and for checkpoints.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +27,9 @@ from tfnb.cluster.notebook.card import size
 from tfnb.cluster.wire import sparse_values
 from tfnb.cluster.wire.messages import Ok
 from tfnb.cluster.wire.transport import BYTES_PER_SECOND
-from tfnb.errors import TfnbError
+from tfnb.errors import NotFound, TfnbError
 from tfnb.placement.placement import Homes
+from tfnb.state import checkpoint
 
 COST = 20.0  # times what a copy took pass until the next one, at least
 WITHIN = 4.0  # seconds that a holder has for its copies, beside their bytes
@@ -49,6 +52,16 @@ class CopySet:
         return " and ".join(sorted({member.name for member in self.holders.values()}))
 
     @property
+    def variables(self) -> Collection[str]:
+        """Keys of the Variables that are in it."""
+        return self.homes.keys()
+
+    @property
+    def source(self) -> str:
+        """Where the values are, in words."""
+        return f"the copy held by {self.names}"
+
+    @property
     def is_there(self) -> bool:
         """Whether all holders live, and answer."""
         return all(member.is_there for member in self.holders.values())
@@ -65,8 +78,42 @@ class CopySet:
         return f"step {self.pins.step}, {size(nbytes)} held by {' and '.join(sorted(where))}, {age:.1f} s old"
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointCopy:
+    """A complete checkpoint on disk as a copy. ``labels``: of its Variables in the file, by key."""
+
+    file: Path | str
+    labels: Mapping[str, str]
+    pins: Pins
+    at: float
+
+    @property
+    def names(self) -> str:
+        """Names of the holders: no task is one."""
+        return ""
+
+    @property
+    def variables(self) -> Collection[str]:
+        """Keys of the Variables that are in it."""
+        return self.labels.keys()
+
+    @property
+    def source(self) -> str:
+        """Where the values are, in words."""
+        return f"the checkpoint {self.file}"
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """The values by key of Variable, all bytes compared with their digests; raises as `checkpoint.load`."""
+        found, _ = checkpoint.load(self.file)
+        if missing := [label for label in self.labels.values() if label not in found]:
+            raise NotFound(f"{self.file} lacks {missing[0]}: another training has written over it")
+        return {key: found[label] for key, label in self.labels.items()}
+
+
 class RecoveryCopies:
     """The copies of one cluster. ``newest``: the last complete set; ``is_current``: whether the last try made it.
+
+    ``written``: the last checkpoint that was written on disk of values that servers held.
 
     wanted: the homes of all Variables, and the keys of their pieces by shard. publish: writes a set to the registry.
     """
@@ -77,6 +124,7 @@ class RecoveryCopies:
     ) -> None:  # fmt: skip
         self._engine, self._wanted, self._publish = engine, wanted, publish
         self.newest: CopySet | None = None
+        self.written: CheckpointCopy | None = None
         self._numbers = itertools.count(1)
         self.is_current = self._is_on = self._is_copying = False
         self._due = 0.0
@@ -198,16 +246,14 @@ class RecoveryCopies:
             if isinstance(answer, Ok):
                 member.copied = int(answer.meta["nbytes"])
 
-    async def fetched(self) -> dict[str, torch.Tensor] | None:
-        """The values of the newest set by key, from its holders; None where one of them does not give them."""
-        copy, engine, values = self.newest, self._engine, dict[str, torch.Tensor]()
-        if copy is None:
-            return None
+    async def fetched(self, copy: CopySet) -> dict[str, torch.Tensor] | str:
+        """The values of a set by key of piece, from its holders; or why one of them does not give its part."""
+        engine, values = self._engine, dict[str, torch.Tensor]()
         for shard, member in copy.holders.items():
             meta, nbytes = {"copy": copy.number, "shard": shard}, copy.pins.nbytes[shard]
             until = time.monotonic() + FETCHED_WITHIN + nbytes / BYTES_PER_SECOND
             answer = await engine.link.call(member.peer, "shard_copy", meta, epoch=engine.epoch, deadline=until)
             if not isinstance(answer, Ok):
-                return None
+                return f"{member.name} ({member.peer.addr}) does not give shard {shard}: {answer.message}"
             values |= sparse_values.read(answer.meta["keys"], answer.meta["tables"], answer.tensors)
         return values

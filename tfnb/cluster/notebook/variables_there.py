@@ -10,6 +10,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +20,7 @@ from tfnb.cluster.engine.engine import Engine, Pins
 from tfnb.cluster.notebook.holdings import Holdings
 from tfnb.cluster.notebook.pinned_values import PinnedValues
 from tfnb.cluster.notebook.queue_homes import QueueHomes
-from tfnb.cluster.notebook.recovery_copies import RecoveryCopies
+from tfnb.cluster.notebook.recovery_copies import CheckpointCopy, CopySet, RecoveryCopies
 from tfnb.cluster.notebook.state_dicts import Hooks
 from tfnb.cluster.queues.contents_there import Copies
 from tfnb.cluster.wire.messages import Ask
@@ -55,9 +56,12 @@ class VariablesThere:
     ) -> None:
         self.engine, self.do, self.held, self.hooks = engine, do, Holdings(), Hooks()
         self.safety = RecoveryCopies(engine, self._all_asked, publish)
-        self.holder = ""  # names of the tasks that held the copy shown by the storages here; empty: it was pulled
+        self.shown: CopySet | CheckpointCopy | None = None  # the copy that the storages here show; None: a pull
+        self.passed_over: list[str] = []  # newer copies that the last `recall` did not take, and why
         self._sent_at: dict[str, float] = {}  # when values were written on the servers, other than by a step
         self._left: dict[Variable, Any] = {}  # with marks of their storages when a server was lost, for `recall`
+        self._outdated: list[Variable] = []  # of these, what had been written on servers since the last pull
+        self._newer: list[CopySet | CheckpointCopy] = []  # copies that were newer than the values here then
         self._queues = queues
         self.pulled_step = 0  # the step that the storages here show
         self.pulled_at = time.monotonic()
@@ -245,15 +249,15 @@ class VariablesThere:
                     training.kept = applied
                 if self._queues is not None:
                     self._queues.copied(eras, pulled)
-                self._shows(pulled.step, begin, "")
+                self._shows(pulled.step, begin, None)
         still, busy = time.monotonic() - begin, time.process_time() - busy
         times = RARER if self.safety.is_current else 1.0
         self._due = time.monotonic() + max(REFRESH, times * still / STILL, times * busy / BUSY)
         return pulled.step
 
-    def _shows(self, step: int, at: float, holder: str) -> None:
-        """The storages here show the values of a step, of this instant."""
-        self.pulled_step, self.pulled_at, self.holder = step, at, holder
+    def _shows(self, step: int, at: float, copy: CopySet | CheckpointCopy | None) -> None:
+        """The storages here show the values of a step, of this instant. copy: whose values these are; None: a pull."""
+        self.pulled_step, self.pulled_at, self.shown = step, at, copy
         self.unseen[:] = [number for number in self.unseen if number > step]
 
     async def values(
@@ -291,9 +295,15 @@ class VariablesThere:
         self, variables: Mapping[str, Variable], queues: Mapping[Queue, tuple[int, str]]
     ) -> tuple[PinnedValues, int, Copies]:
         """Pin current values of Variables on the servers, by label; with the step and the contents of ``queues``."""
-        homes = dict(self.held.homes)
+        homes, at = dict(self.held.homes), time.monotonic()
         pins = await self.engine.pin(*self._asked(variables.values(), queues))
-        return PinnedValues(self.engine, variables, homes, pins, self._say_unseen), pins.step, pins.held
+        labels = {variable.key: label for label, variable in variables.items()}
+
+        def complete(file: Path | str) -> None:
+            if (last := self.safety.written) is None or last.at < at:
+                self.safety.written = CheckpointCopy(file, labels, pins, at)
+
+        return PinnedValues(self.engine, variables, homes, pins, self._say_unseen, complete), pins.step, pins.held
 
     def _say_unseen(self, folder: str, text: str) -> None:
         if folder not in self._unseen:
@@ -344,51 +354,77 @@ class VariablesThere:
             self._due = time.monotonic() + REFRESH
 
     def leave(self) -> None:
-        """A server is lost: mark the storages here, so that `recall` leaves what is written from now on."""
-        copy = self.safety.newest
-        if copy is None or copy.at <= self.pulled_at or (self._queues is not None and self._queues.are_copied):
+        """A server is lost: note the complete copies that are newer than the values here, for `recall`.
+
+        The storages here are marked, so that it leaves what is written from now on. Queues here are of the step of the
+        last pull: while they are copied no other copy will do.
+        """
+        copies = (self.safety.newest, self.safety.written)
+        self._newer = [copy for copy in copies if copy is not None and copy.at > self.pulled_at]
+        if not self._newer or (self._queues is not None and self._queues.are_copied):
+            self._newer = []
             return
-        variables = [
-            v for v in self.held.variables
-            if v.key in copy.homes and not v.leads and self._sent_at.get(v.key, 0.0) < copy.at
-        ]  # fmt: skip
+        variables = [variable for variable in self.held.variables if not variable.leads]
         written = self.held.written(variables, thorough=False)
         self._left = {variable: _mark(variable) for variable in variables if variable not in written}
+        self._outdated = [variable for variable in self._left if variable.key in self.held.stale]
 
-    def recall(self) -> bool:
-        """After the loss of a server: take the copy that other processes hold, if it is newer than the values here.
+    def recall(self, *, files: bool) -> bool:
+        """After the loss of a server: take the newest complete copy that is newer than the values here.
 
-        Not if one of the Variables was written here since, as by a run in another thread.
+        files: also a checkpoint. ``passed_over`` says of each newer copy why it was not taken.
         """
-        left, self._left = self._left, {}
-        if not left:
-            return False
-        link, what = self.engine.link, "taking the copy of the values"
-        try:
-            found = link.wait(link.start_aside(self.safety.fetched), None, what)  # its calls have deadlines
-            if found is None:
-                return False
-            taking = link.start_aside(self._take, left, found)
+        newer = [copy for copy in self._newer if files or isinstance(copy, CopySet)]
+        left, outdated = self._left, self._outdated
+        self._newer, self._left, self._outdated, self.passed_over = [], {}, [], []
+        for copy in sorted(newer, key=lambda copy: copy.at, reverse=True):
+            mine = {v: mark for v, mark in left.items() if v.key in copy.variables and self._is_older(v, copy.at)}
+            lacks = [variable.name for variable in outdated if variable not in mine]
             try:
-                return link.wait(taking, None, what)
-            except KeyboardInterrupt:
-                link.wait(taking, None, what)  # all of them, or none
-                raise
-        except TfnbError:  # the client was closed
-            return False
+                why = f"it lacks {lacks[0]}, which was written since" if lacks else self._taken(copy, mine)
+            except TfnbError:  # the client was closed
+                return False
+            if not why:
+                return True
+            self.passed_over.append(f"{copy.source}, of step {copy.pins.step}: {why}")
+        return False
 
-    async def _take(self, left: Mapping[Variable, Any], found: Mapping[str, torch.Tensor]) -> bool:
-        copy = self.safety.newest
-        if copy is None or any(_mark(variable) != mark for variable, mark in left.items()):
-            return False
-        values = {variable: _joined(copy.homes[variable.key], found) for variable in left}
+    def _is_older(self, variable: Variable, at: float) -> bool:
+        """Whether a Variable was assigned last before an instant."""
+        return self._sent_at.get(variable.key, 0.0) < at
+
+    def _taken(self, copy: CopySet | CheckpointCopy, mine: Mapping[Variable, Any]) -> str:
+        """Take the values of Variables from a copy, all or none; returns why it cannot be done, else nothing."""
+        link, what = self.engine.link, "taking the copy of the values"
+        if isinstance(copy, CheckpointCopy):
+            try:
+                values = copy.values()
+            except (TfnbError, OSError, MemoryError) as error:
+                return str(error).partition("\n")[0]
+        else:
+            found = link.wait(link.start_aside(self.safety.fetched, copy), None, what)  # its calls have deadlines
+            if isinstance(found, str):
+                return found
+            values = {variable.key: _joined(copy.homes[variable.key], found) for variable in mine}
+        taking = link.start_aside(self._take, copy, mine, values)
+        try:
+            return link.wait(taking, None, what)
+        except KeyboardInterrupt:
+            link.wait(taking, None, what)  # all of them, or none
+            raise
+
+    async def _take(
+        self, copy: CopySet | CheckpointCopy, mine: Mapping[Variable, Any], values: Mapping[str, torch.Tensor]
+    ) -> str:  # fmt: skip
+        if changed := [variable.name for variable, mark in mine.items() if _mark(variable) != mark]:
+            return f"{changed[0]} was written here since the loss"
         with torch.no_grad(), self.held.showing:
-            for variable, value in values.items():
-                lazy_memory.assign(variable.kept, value)
+            for variable in mine:
+                lazy_memory.assign(variable.kept, values[variable.key])
         for training, applied in copy.pins.applied.items():
             training.kept = applied
-        self._shows(copy.pins.step, copy.at, copy.names)
-        return True
+        self._shows(copy.pins.step, copy.at, copy)
+        return ""
 
     def release(self) -> None:
         """Variables live here again."""

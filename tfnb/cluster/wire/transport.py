@@ -353,6 +353,7 @@ class ClientLink(Link):
             self.scheduler = self.dask.scheduler
             return "scheduler"
         self.pool.reuse(peer.addr, comm)
+        self.scheduler = None  # the worker that was not reached before may have been a dead one
         return "direct"
 
     def start(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Handle[T]:
