@@ -164,6 +164,29 @@ def reachable(name: str) -> set[str]:
     return below
 
 
+def for_types(path: Path) -> set[int]:
+    """The lines of a file that only type checkers read."""
+    blocks = [node for node in parsed(path).body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    return {line for block in blocks for line in range(block.lineno, (block.end_lineno or block.lineno) + 1)}
+
+
+def test_a_session_here_loads_no_dask() -> None:
+    files = {module_of(path): path for path in sources()}
+    todo, met = ["tfnb.session.session"], set[str]()
+    while todo:
+        name = todo.pop()
+        while name not in files and name:  # a name in a module, and the packages around it
+            name = name.rpartition(".")[0]
+        if name and name not in met:
+            met.add(name)
+            unread = for_types(files[name])
+            rows = [(module, line) for module, line, late in imports(files[name]) if not late and line not in unread]
+            heavy = [(module, line) for module, line in rows if module.split(".")[0] in ("dask", "distributed")]
+            assert not heavy, f"{files[name]}:{heavy[0][1]}: a second to load, for those who have no cluster"
+            todo += [name.rpartition(".")[0], *(module for module, _ in rows)]
+    assert "tfnb.cluster.engine.members" in met
+
+
 @pytest.mark.parametrize("here", BELOW)
 def test_imports_point_down(here: str) -> None:
     allowed = reachable(here)

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import torch
-from distributed.comm.addressing import get_address_host
 
 from tfnb.cluster.engine.holders import Process
 from tfnb.cluster.engine.pace import Pace
@@ -49,7 +49,7 @@ class Member:
     @property
     def host(self) -> str:
         """The host of the task's worker."""
-        return get_address_host(self.peer.addr)
+        return urlsplit(self.peer.addr).hostname or self.peer.addr  # without distributed, which takes a second to load
 
     @property
     def process(self) -> Process:
