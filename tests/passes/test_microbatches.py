@@ -347,9 +347,9 @@ def test_fit_accumulates_and_says_which_loss_is_no_mean_over_rows():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"microbatches": 0}, InvalidArgument, "an int of at least 1, not 0"),
-        ({"microbatches": True}, InvalidArgument, "an int of at least 1, not True"),
-        ({"microbatches": 2.0}, InvalidArgument, "an int of at least 1, not 2.0"),
+        ({"microbatches": 0}, InvalidArgument, "at least 1, or 'auto' with memory_budget in this process, not 0"),
+        ({"microbatches": True}, InvalidArgument, "at least 1, or 'auto' with memory_budget in this process, not True"),
+        ({"microbatches": 2.0}, InvalidArgument, "at least 1, or 'auto' with memory_budget in this process, not 2.0"),
         ({"microbatches": 2, "mode": "async"}, InvalidArgument, "microbatches=2 belong to mode='sync', not to 'async'"),
         ({"microbatches": 2, "backup": 1}, InvalidArgument, "there is no backup=1"),
         ({"mode": "pipeline"}, InvalidArgument, "say how many, microbatches=8"),

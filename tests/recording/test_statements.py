@@ -665,3 +665,36 @@ def test_a_guard_stops_the_step_with_its_statement() -> None:
     with pytest.raises(BranchChanged):
         tfnb.run(step, {x: -DATA[0].abs()})
     assert all(map(torch.equal, before, w.state()))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model: [p.detach() for p in model.parameters()], lambda model: [p.data for p in model.parameters()],
+        lambda model: [p.view(-1) for p in model.parameters()], lambda model: [model.weight.t(), model.bias[1:]],
+        lambda model: [*model.state_dict().values()],
+        lambda model: [nn.utils.parameters_to_vector(model.parameters())],  # a copy
+    ],
+    ids=["detach", "data", "view", "parts", "state_dict", "copy"],
+)  # fmt: skip
+def test_views_of_parameters_show_a_step_that_stands_between(look: Any, optimizer: Any) -> None:
+    def step(model: nn.Linear, opt: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+        seen = look(model)
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        return opt.step(), [each.sum() for each in seen], [p.sum() for p in model.parameters()]
+
+    torch.manual_seed(1)
+    model, twin = nn.Linear(3, 2), nn.Linear(3, 2)
+    twin.load_state_dict(model.state_dict())
+    opt, twin_opt = optimizer(model.parameters(), lr=0.1), optimizer(twin.parameters(), lr=0.1)
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(4, 3))
+        fetches = step(model, opt, x)
+    session = tfnb.Session(graph)
+    for rows in (4, 7, 1):
+        batch = torch.randn(rows, 3)
+        _, seen, after = session.run(fetches, {x: batch})
+        _, want_seen, want_after = step(twin, twin_opt, batch)
+        torch.testing.assert_close((seen, after), (want_seen, want_after), rtol=1e-5, atol=1e-6)

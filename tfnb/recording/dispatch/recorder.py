@@ -218,8 +218,12 @@ class Recorder(TorchDispatchMode):
             base = self._read_base(var)
             base.become(self._assigned(var, entry, tags))
             return self._wrap(base.entry)
-        self.tape.reads.pop(var, None)
-        return self._wrap(self._assigned(var, entry, tags))
+        before = self.tape.reads.pop(var, None)
+        made = self._wrap(self._assigned(var, entry, tags))
+        if before is not None and before.held_views:
+            before.become(self._read_base(var).entry)  # in Python a view of the memory shows what the step wrote
+            self.tape.reads[var] = before
+        return made
 
     def _assigned(self, var: Variable, entry: Entry, tags: frozenset[str]) -> Entry:
         value = self.tape.append(

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -89,6 +89,12 @@ class Base:
     twins: tuple[weakref.ref[Base], ...] = ()  # others that stand for the same memory, through ``.data = ...``
     copies: tuple[tuple[weakref.ref[Base], Callable[[], Any]], ...] = ()  # others, where sizes make a copy a view
     shares: tuple[tuple[weakref.ref[Base], str], ...] = ()  # others of the same memory in some runs, and why
+    views: list[weakref.ref[Tensor]] = field(default_factory=list)  # tensors made of it by views
+
+    @property
+    def held_views(self) -> list[Tensor]:
+        """The views of the memory that somebody still holds."""
+        return [view for view in (each() for each in self.views) if view is not None and view._family is self]
 
     def write(self, entry: Entry) -> None:
         """Replace the entry; aliases notice by the version."""
@@ -130,6 +136,7 @@ class Tensor(RecordedTensor):
         self._entry = entry
         self._family = base or Base(entry)
         self._chain = chain
+        self._register()
         self._seen = self._family.version if seen is None else seen
         self._feed = None
         self._space = space
@@ -138,6 +145,11 @@ class Tensor(RecordedTensor):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
+
+    def _register(self) -> None:
+        """Let the base know its view."""
+        if self._chain:
+            self._family.views.append(weakref.ref(self))
 
     # -- where it stands in the graph -----------------------------------------------------------------------
 
@@ -219,6 +231,7 @@ class Tensor(RecordedTensor):
     def look_as(self, other: Tensor) -> None:
         """Become another handle of the value of ``other``, with its shape and strides."""
         self._entry, self._family, self._chain, self._seen = other._entry, other._family, other._chain, other._seen
+        self._register()
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             self.data = other  # sizes and strides; torch asks whether the two fit, also where there is no sample
 

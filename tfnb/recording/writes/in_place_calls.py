@@ -213,7 +213,7 @@ def take_data(rec: Recording, target: torch.Tensor, new: torch.Tensor) -> None:
             look = rec.fresh(aten.copy(target, new))
         target.look_as(look)
         base = look._family
-    elif any(view._family is base and view is not new for view in list(rec.live) if view._chain):
+    elif any(view is not new for view in base.held_views):
         raise Unsupported(
             f".data = ... would part a Parameter from a view of it: use copy_(), or make the view later{rec.tape.at()}"
         )
