@@ -418,3 +418,5 @@ def test_a_lost_stage_without_restarts_is_one_typed_error(staged) -> None:
         there.fit(mode="pipeline", callbacks=Each(kill), restarts=0)
     for name, value in there.model.named_parameters():
         assert torch.equal(value, before[name]), name  # as last pulled
+    with pytest.warns(UserWarning, match="closed without the last values: parameter server 2 of"):
+        cluster.close()
