@@ -273,6 +273,8 @@ class _Comparing:
             numbers = [number_of(weight, part, count) for part, count in zip(parts, rows, strict=True)]
             mean = MERGES["mean"].merge([part[at] for part in parts], weight.shares(numbers))
             one = {"": whole[at]}
+            if not (mean.isfinite().all() or whole[at].isfinite().all()):
+                continue  # both are NaN, for example: rows that say nothing
             if mean.shape != whole[at].shape or self._sizes_of(one).furthest(one, {"": mean}, least) is not None:
                 apart.add(value)
         return apart
