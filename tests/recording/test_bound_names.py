@@ -186,16 +186,14 @@ ROWS, TARGETS = torch.randn(8, 3, generator=torch.Generator().manual_seed(3)), t
 def trained() -> tuple[list[float], list[nn.Module]]:
     """Two recordings that set the same names, trained and watched by name: the losses, and the models of both."""
     torch.manual_seed(0)
-    models: list[nn.Module] = []
+    models: list[nn.Module] = [nn.Linear(3, 1), nn.Linear(3, 1)]
     with tfnb.record("two_losses") as graph:
         x, y = tfnb.placeholder(ROWS), tfnb.placeholder(TARGETS)
-        models.append(nn.Linear(3, 1))
-        loss = F.l1_loss(models[-1](x), y)
+        loss = F.l1_loss(models[0](x), y)
         train = tfnb.train.SGD(0.1).minimize(loss)
     with tfnb.record(graph):
         x, y = tfnb.placeholder(ROWS), tfnb.placeholder(TARGETS)
-        models.append(nn.Linear(3, 1))
-        loss = F.mse_loss(models[-1](x), y)
+        loss = F.mse_loss(models[1](x), y)
         train = tfnb.train.SGD(0.01).minimize(loss)
     assert train.graph is graph and loss.graph is graph
     data = {"x": ROWS, "y": TARGETS}

@@ -16,7 +16,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -185,14 +184,12 @@ class WeighedStep:
         return [self.values.get(v) or ROWS for v in self.step.fetches[: len(self.step.fetches) - len(self.totals)]]
 
 
-_known: WeakKeyDictionary[StepGraph, WeighedStep] = WeakKeyDictionary()
-
-
 def weighed(step: StepGraph) -> WeighedStep:
     """The weights of a step's gradients and fetches; the step itself where all of them are rows."""
-    found = _known.get(step)
-    if found is None:
-        found = _known[step] = _Weighing(step).made()
+    known, key = step.graph.attached.setdefault("weighed", {}), (step.fetches, step.feeds)
+    if key not in known:
+        known[key] = _Weighing(step).made()
+    found: WeighedStep = known[key]
     return found
 
 
