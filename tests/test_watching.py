@@ -107,9 +107,9 @@ def watched(how: str) -> Callable[[], None]:
         losses, plain = by_torch(data)
         assert all(map(torch.equal, *(model.parameters() for model in models)))
         torch.testing.assert_close([*models[1].parameters()], [*plain.parameters()])
-        assert seen.courses["loss"].points == [(step, pytest.approx(losses[step - 1], rel=1e-4)) for step in (2, 4, 6)]
+        assert seen.courses["loss"].points == [(step, pytest.approx(losses[step - 1], rel=1e-5)) for step in (2, 4, 6)]
         mean = float(plain.conv1.weight.detach().mean())
-        assert seen.courses["conv1.weight"].points[-1] == (6, pytest.approx(mean, rel=1e-5))
+        assert seen.courses["conv1.weight"].points[-1] == (6, pytest.approx(mean, abs=1e-7))  # of weights of both signs
         found = seen.courses["conv2.weight"].histogram
         assert found is not None and sum(found.counts) == plain.conv2.weight.numel()
         low, high = plain.conv2.weight.detach().aminmax()

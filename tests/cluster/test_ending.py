@@ -6,8 +6,8 @@ import gc
 import itertools
 import logging
 import os
-import re
 import random
+import re
 import subprocess
 import sys
 import threading
