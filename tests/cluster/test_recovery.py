@@ -21,6 +21,7 @@ from tests.cluster.conftest import WORKERS, workers
 from tests.cluster.test_cuts import Counters, set_hold
 from tfnb.cluster.members import deploy
 from tfnb.cluster.members.deploy import start
+from tfnb.cluster.notebook.variables_there import VariablesThere
 from tfnb.cluster.server.courses import HOLD
 from tfnb.cluster.wire.transport import ClientLink
 from tfnb.errors import ParameterServerLost
@@ -148,6 +149,30 @@ def test_a_server_lost_at_the_last_step(connect: Any) -> None:
     cluster = connect(2)
     result = tfnb.fit(counters.train, counters.rows(50), callbacks=[Killer(cluster, 50)])
     assert result.steps == 50 and counters.counts() == [50, 50]
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "async"}, {"mode": "bounded", "staleness": 2}], ids=str)
+def test_a_copy_made_after_the_last_step_has_seen_all_steps(
+    connect: Any, options: dict[str, Any], monkeypatch: Any
+) -> None:
+    """The training is over, the values have not come here, and holders take a copy: then a server dies."""
+    counters = Counters(pause=2)
+    cluster = connect(2)
+    engine, variables = cluster._engine, cluster._variables
+    kills, behind = iter([True]), VariablesThere.sent_but_behind
+
+    def kills_first(there: VariablesThere) -> Any:
+        if there is variables and engine.step >= 60 and next(kills, False):
+            safety = variables.safety
+            safety.refresh(0.0)
+            engine.link.wait(engine.link.start_aside(safety._copy, 0.0), None, "a copy")
+            assert safety.newest is not None and safety.newest.pins.step == 60
+            kill_server(cluster)
+        return behind(there)
+
+    monkeypatch.setattr(VariablesThere, "sent_but_behind", kills_first)
+    result = tfnb.fit(counters.train, counters.rows(60), **options)
+    assert next(kills, None) is None and result.steps == 60 and counters.counts() == [60, 60]
 
 
 def test_none_of_the_budget_is_an_error_at_once(connect: Any) -> None:

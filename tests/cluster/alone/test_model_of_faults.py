@@ -144,8 +144,8 @@ class Faults(RuleBasedStateMachine):
                     self.loops[task].is_standing = False
                 case a.StopLoop(task):
                     self.stop(task)
-                case a.Count(operations):
-                    self.count(operations)
+                case a.Count(pieces):
+                    self.count(pieces)
                 case e.Finish():
                     self.end = instruction
                     for shard in self.shards:
@@ -174,10 +174,9 @@ class Faults(RuleBasedStateMachine):
         self.loops[task].is_standing = True
         self.stopping.add(task)
 
-    def count(self, operations: Any) -> None:
+    def count(self, pieces: tuple[a.StreamPiece, ...]) -> None:
         """Which steps the servers applied; the answers come later."""
-        self.asked = operations
-        self.counted = tuple(self.machine.doubtful)
+        self.asked, self.counted = [operation for piece in pieces for operation in piece.operations], pieces
 
     @property
     def is_on(self) -> bool:

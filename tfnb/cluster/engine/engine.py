@@ -110,6 +110,7 @@ class Engine:
         self._pins = itertools.count()
         self._stopping: dict[Member, asyncio.Task[Ok | None]] = {}  # tasks that were told to stop computing
         self._trainings: dict[Training, asyncio.Task[None]] = {}  # in progress, and who watches for each
+        self._unseen: list[Training] = []  # over, and no pull has seen all of their steps
         self.names = itertools.count()  # of trainings and their data
         self.homes = [member.peer.addr for member in tasks]  # of each task, also of those that come later
         self.restarts = Restarts()
@@ -283,12 +284,14 @@ class Engine:
             async with AsyncExitStack() as copies:
                 for _ in range(PULLS):
                     async with self.single.turn, AsyncExitStack() as holds:
-                        stand = [await holds.enter_async_context(training.held()) for training in [*self._trainings]]
-                        step, applied = self.step, {each: each.applied_steps() for each in self._trainings}
+                        known = [*self._unseen, *self._trainings]  # one that ends meanwhile has steps in the values
+                        stand = [await holds.enter_async_context(training.held()) for training in known]
+                        step, applied = self.step, {each: each.applied_steps() for each in known}
                         answers = await self.insist_on(pins)
                         held = await copies.enter_async_context(self.contents.held(queues or {}, unheard=unheard))
                         used = dict(self.single.used)
                         is_one_step = all([await stands() for stands in stand])
+                        is_one_step &= {*self._unseen, *self._trainings} <= {*known}  # else one began meanwhile
                     if is_one_step:
                         break
                 else:
@@ -382,6 +385,13 @@ class Engine:
         watcher = self._trainings.pop(training, None)
         if watcher is not None:
             watcher.cancel()
+            self._unseen.append(training)
+
+    def shown(self, pins: Pins) -> None:
+        """The copies of the values in this process are the pinned ones, with the steps of trainings then."""
+        for training, applied in pins.applied.items():
+            training.kept = applied
+        self._unseen = [training for training in self._unseen if training not in pins.applied]
 
     @property
     def has_ranks(self) -> bool:

@@ -194,6 +194,9 @@ class Training:
         A synchronous training is held for HOLD seconds at a time: one that is renewed too late goes on.
         """
         await self.wait(lambda: not (self._is_changing or self.is_left))
+        if self.end is not None:
+            yield _always
+            return
         if isinstance(self.machine, s.Rounds) and not self.has_ranks:
             latest = await self._hold()
             renewal = asyncio.create_task(self._renewed())
@@ -314,8 +317,8 @@ class Training:
                 return self._pause(task, is_wanted=True)
             case a.Continue(task):
                 return self._pause(task, is_wanted=False)
-            case a.Count(operations):
-                return self._count(operations)
+            case a.Count(pieces):
+                return self._count(pieces)
             case s.RoundQuery():
                 return self._ask()
             case s.Cut() if self.has_ranks:
@@ -414,12 +417,12 @@ class Training:
             count = min([report.stop - at, *ends])
             known.sort(key=lambda heard: heard.place)
             is_whole = bool(known) and len(known) >= known[0].parts  # else a task was lost before it told its part
-            values, numbers = self._joined(known, at, count) if is_whole else [], self._steps_of.get(report.number)
-            numbers = None if numbers is None else numbers[at : at + count]
-            self._applied_steps.add(numbers or ())
+            values = self._joined(known, at, count) if is_whole else []
+            numbers = self._steps_of[report.number][at : at + count]
+            self._applied_steps.add(numbers)
             self.results.append(StepGroup(count, values, numbers))
             at += count
-        if report.stop == len(self._steps_of.get(report.number, ())):
+        if report.stop == len(self._steps_of[report.number]):
             del self._steps_of[report.number]
         for task in report.tasks:
             if self._found(report.number, task, report.stop) is None:
@@ -458,17 +461,20 @@ class Training:
             "number": piece.number, "stream": self._stream(piece.stream), "first": piece.first, "count": piece.count,
             "staleness": self._staleness, "order": None, "steps": None, "run": 0, "meeting": None,
         }  # fmt: skip
+        self._steps_of[piece.number] = self._step_numbers(piece.steps)
         if isinstance(self.data, Ahead):
-            self._steps_of[piece.number] = piece.steps
             start = piece.steps[0]
             meta |= {"order": list(self.data.order), "steps": start, "run": self.data.run(start)}
             meta["fewer"] = self._fewer(part, self._shapes(self.data, piece.steps))
             return self._lent(task, loop, meta, [])
         batches: Sequence[StepFeeds] = piece.steps
-        self._steps_of[piece.number] = [batch.number for batch in batches]
         meta["fewer"] = self._fewer(part, [([t.shape for t in b.tensors], b.split, b.rows or 0) for b in batches])
         meta["batches"] = [[len(b.tensors), b.rows or 0, b.run_index, list(b.split)] for b in batches]
         return self._lent(task, loop, meta, [tensor for batch in batches for tensor in batch.tensors])
+
+    def _step_numbers(self, steps: Sequence[Any]) -> Sequence[int]:
+        """The numbers of the steps of a piece, in the training."""
+        return steps if isinstance(self.data, Ahead) else [batch.number for batch in steps]
 
     def _shapes(self, data: Ahead, steps: Iterable[int]) -> Iterator[tuple[list[Sequence[int]], list[bool], int]]:
         """The shapes of feeds, which of them have the rows of a batch, and the rows, for each number of rows."""
@@ -764,8 +770,10 @@ class Training:
             if member.alive:
                 self.engine.later(self._asked(member, "leave", {**about, "lost": []}, ()))
 
-    async def _count(self, operations: Sequence[tuple[int, int]]) -> None:
-        """Ask the servers for their applied steps, and let servers refuse further steps of lost tasks."""
+    async def _count(self, pieces: Sequence[a.StreamPiece]) -> None:
+        """Ask the servers which steps of pieces they have applied, and let servers refuse more steps of lost tasks."""
+        self._steps_of |= {piece.number: self._step_numbers(piece.steps) for piece in pieces}
+        operations = [operation for piece in pieces for operation in piece.operations]
         farewells = [ask for name in self._gone for ask in self._to_all("depart", loop=name, gone=True)]
         await self.engine.peers.settled_on(farewells)
         asks, streams = [], sorted({stream for stream, _ in operations})

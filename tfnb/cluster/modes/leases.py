@@ -45,6 +45,11 @@ class StreamPiece:
         """The number of steps."""
         return len(self.steps)
 
+    @property
+    def operations(self) -> list[tuple[int, int]]:
+        """Stream and operation number of each step."""
+        return [(self.stream, self.first + at) for at in range(self.count)]
+
     def rest(self, number: int) -> StreamPiece:
         """The steps not done, as a piece with another number."""
         lost = () if self.done else self.lost
@@ -131,9 +136,9 @@ class Continue(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Ask every shard which of these operations were applied; no task works on them any more."""
+    """Ask every shard which steps of these pieces were applied; no task works on them any more."""
 
-    operations: tuple[tuple[int, int], ...]
+    pieces: tuple[StreamPiece, ...]
 
 
 class Standstill(NamedTuple):
@@ -441,15 +446,14 @@ class Leases:
         if not self.doubtful:
             return self._over(self.cause)
         self.state = "counting"
-        return [Count(tuple((piece.stream, piece.first + i) for piece in self.doubtful for i in range(piece.count)))]
+        return [Count(tuple(self.doubtful))]
 
     def _counted(self, shards: Mapping[tuple[int, int], Collection[int]], now: float) -> list[Instruction]:
         """Count doubtful steps: applied if on all shards; a partly applied step is completed by a task, or torn."""
         told: list[Instruction] = []
         doubtful, self.doubtful, self.state = self.doubtful, [], "closing"
         for piece in doubtful:
-            for i in range(piece.count):
-                operation = piece.stream, piece.first + i
+            for i, operation in enumerate(piece.operations):
                 applied = tuple(shard for shard in self.shards if shard in shards.get(operation, ()))
                 if len(applied) == len(self.shards):
                     told.append(Report(piece.number, i, i + 1, ()))

@@ -245,8 +245,7 @@ class VariablesThere:
                     lazy_memory.assign(variable.kept, values[variable.key])
                     self.held.same(variable)
             if self.engine.lost is None:  # else none of the values is here
-                for training, applied in pulled.applied.items():
-                    training.kept = applied
+                self.engine.shown(pulled)
                 if self._queues is not None:
                     self._queues.copied(eras, pulled)
                 self._shows(pulled.step, begin, None)
@@ -421,8 +420,7 @@ class VariablesThere:
         with torch.no_grad(), self.held.showing:
             for variable in mine:
                 lazy_memory.assign(variable.kept, values[variable.key])
-        for training, applied in copy.pins.applied.items():
-            training.kept = applied
+        self.engine.shown(copy.pins)
         self._shows(copy.pins.step, copy.at, copy)
         return ""
 
