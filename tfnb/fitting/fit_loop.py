@@ -116,7 +116,7 @@ def fit(
     validation: Data | None = None, callbacks: Callback | Sequence[Callback] = (), mode: str | SyncReplicas = "sync",
     backup: int = 0, staleness: int | None = None, resume: bool | str | PathLike[str] = False,
     check: str | None = None, exact: bool | None = None, microbatches: int | Literal["auto"] | None = None,
-    schedule: str | None = None, checkpoint: str | PathLike[str] | Saver | None = None,
+    schedule: str | None = None, replicas: int = 1, checkpoint: str | PathLike[str] | Saver | None = None,
     checkpoint_every: float = 30.0, restarts: int = 5, timeout: float | None = None,
     progress_after: float = 2.0, memory_budget: int | str | None = None, allow_plain_collectives: bool = False,
 ) -> RunResult:  # fmt: skip
@@ -231,7 +231,7 @@ def fit(
     6
     """
     __tracebackhide__ = True
-    how = mode_of(mode, backup, staleness, allow_plain_collectives, schedule)
+    how = mode_of(mode, backup, staleness, allow_plain_collectives, schedule, replicas)
     exact, saver = exact_of(exact), saver_of(checkpoint, checkpoint_every)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
         raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
@@ -301,7 +301,6 @@ def _here(
     division: Division, *, exact: bool | None,
 ) -> Taken:  # fmt: skip
     """Steps taken in this process, with a standstill after each epoch."""
-    microbatches = division.microbatches
     if not division.is_whole:
         fetch = operations_of(fetch, session)
     keys: tuple[Any, ...] = ()
@@ -314,11 +313,11 @@ def _here(
         if call is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
             known_keys(session, batch.keys, named=not source.is_ours)
             keys = batch.keys
-            call = session.make_callable((fetch, watched), keys, check=check, microbatches=microbatches)
+            call = session.make_callable((fetch, watched), keys, check=check, microbatches=division)
             if not division.is_whole and exact is not False:
                 look_at_means(session, (fetch, watched), keys, batch.values, division)
             written = next(iter(session.written((fetch, watched), keys)), None)
-            run.code = partial(session.code, (fetch, watched), keys, microbatches=microbatches)
+            run.code = partial(session.code, (fetch, watched), keys, microbatches=division)
         run.steps.begins(batch.position, written)
         values = call(*batch.values)[1]
         if batch.rows > largest:
