@@ -120,7 +120,8 @@ class _Loop:
                 self.gradient.add(node.id)
             sizes = [*node.symbols, *(s for spec in node.outputs for s in _symbols(spec.shape))]
             differs = draws(node) or "gradient" in node.tags or not symbols.isdisjoint(sizes)
-            if differs or any(v in self.rows or v.node in self.varying for v in node.inputs):
+            is_constant = node.op == "tfnb.constant"  # of a derivative, too: a loop that is cut has none inside
+            if (differs and not is_constant) or any(v in self.rows or v.node in self.varying for v in node.inputs):
                 self.varying.add(node.id)
         self.moved = self._moved()
         while (more := self._moved()) != self.moved:  # a buffer that is read moves others

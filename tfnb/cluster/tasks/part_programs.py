@@ -71,7 +71,7 @@ def part_plans(
     sent = [*_sent(split)]
     borders = list(dict.fromkeys(each.value for each in sent))
     graph = _reading_at_home(split) if is_staged else split.compute
-    step = optimized_step(step_graph(graph, (*wanted, *borders, *split.checks), split.feeds))
+    step = optimized_step(step_graph(graph, (*wanted, *borders, *split.checks), split.feeds), tasks)
     if is_staged:
         sender = {each.shard: Place(each.shard) for each in sent}
     else:
@@ -172,7 +172,7 @@ def _tensors_in(part: Part) -> set[int]:
 
 def task_of(step: StepGraph, tasks: Sequence[int], error: TfnbError) -> int | None:
     """The number of the task that runs the node named in an error of a step over several tasks; None if none does."""
-    for part in in_parts(optimized_step(step), CutOptions(tasks, is_optimized=True, has_writes=False)).parts:
+    for part in in_parts(optimized_step(step, tasks), CutOptions(tasks, is_optimized=True, has_writes=False)).parts:
         for node in (op.node for op in part.flow.ops if op.kind == frames.NODE and op.node is not None):
             if any(_is_named(error, each) for each in (node, *nested(node))):
                 return part.place.number
