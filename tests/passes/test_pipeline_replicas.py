@@ -18,9 +18,9 @@ from tests.passes.test_microbatches import Net
 from tests.weighted_losses import LOSSES, Trained, assert_same
 from tfnb.errors import InvalidArgument, NonFinite, Unimplemented
 from tfnb.passes import step_graph
+from tfnb.passes.flow.pipeline_replicas import replicated
 from tfnb.passes.flow.places import requested
 from tfnb.passes.microbatches import in_microbatches
-from tfnb.passes.pipeline_replicas import replicated
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -215,9 +215,15 @@ def fit(
     task, `tfnb.device`, are a stage there; values go from stage to stage for one of the ``microbatches`` after the
     other, and the Variables have the bits of the same call in this process. schedule: ``"1f1b"``, where stage s of S
     works on S - s microbatches at a time, the least of them first, and holds the activations of no more; ``"gpipe"``
-    does all of them forward, then backward, and holds all. Another call may have another mode: it
-    goes on with the variables and the state of the optimizer as they are. In the midst of a training a callback changes
-    it: ``progress.change("async")``.
+    does all of them forward, then backward, and holds all. replicas: so many copies of a pipeline of S stages work side
+    by side, on ``replicas * S`` tasks: replica j does stage s at task ``j * S + s``, for the microbatches j,
+    j + replicas, j + 2 * replicas ... of each batch. Gradients are added up over all of them and one update is made, at
+    the servers, or with ``connect(ps="stages")`` at the tasks of the first replica. That is the step of one pipeline
+    over as many microbatches, with the same random numbers, but for the order in which gradients are added; what
+    microbatches write themselves, such as running statistics of batch norm, is what those of the first replica make of
+    it. The same call in this process has the same bits. Another call may have another mode: it goes on with the
+    variables and the state of the optimizer as they are. In the midst of a training a callback changes it:
+    ``progress.change("async")``.
 
     Raises InvalidArgument or ShapeError for data that does not fit, before anything runs; DeadlineExceeded after
     ``timeout``; KeyboardInterrupt when interrupted. Variables are then at a whole number of steps.
@@ -229,6 +235,8 @@ def fit(
     ...     train = tfnb.train.SGD(0.1).minimize(layer(x).square().mean())
     >>> tfnb.fit(train, {x: torch.ones(8, 2)}, epochs=3, batch_size=4).steps
     6
+    >>> tfnb.fit(train, {x: torch.ones(8, 2)}, batch_size=8, mode="pipeline", microbatches=4, replicas=2).steps
+    1
     """
     __tracebackhide__ = True
     how = mode_of(mode, backup, staleness, allow_plain_collectives, schedule, replicas)

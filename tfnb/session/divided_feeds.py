@@ -63,7 +63,7 @@ class DividedFeeder:
 
     divided: which of the values of ``whole``, the feeder of the batch, have its rows. choose: for ``most="auto"``, the
     number of microbatches, of a function that says the rows of each of at most so many. replicas: of a pipeline, see
-    `tfnb.passes.pipeline_replicas`.
+    `tfnb.passes.flow.pipeline_replicas`.
     """
 
     repeats = True  # no step is one call on what is fed

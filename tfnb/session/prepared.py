@@ -19,8 +19,8 @@ from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.held import overlap
 from tfnb.graph.variable_locks import VariableSnapshot
 from tfnb.passes import StepGraph, step_graph
+from tfnb.passes.flow.pipeline_replicas import replicated
 from tfnb.passes.microbatches import Microbatches, in_microbatches
-from tfnb.passes.pipeline_replicas import replicated
 from tfnb.placement.requests import NodeRequest, asked
 from tfnb.placement.row_guards import RowGuards
 from tfnb.recording.cells.statements import LEFT, Note, left_out
