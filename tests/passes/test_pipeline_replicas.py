@@ -17,9 +17,12 @@ import tfnb
 from tests.passes.test_microbatches import Net
 from tests.weighted_losses import LOSSES, Trained, assert_same
 from tfnb.errors import InvalidArgument, NonFinite, Unimplemented
+from tfnb.graph.subgraph import nested
 from tfnb.passes import step_graph
+from tfnb.passes.flow import frames
 from tfnb.passes.flow.pipeline_replicas import replicated
 from tfnb.passes.flow.places import requested
+from tfnb.passes.flow.step_flow import in_parts
 from tfnb.passes.microbatches import in_microbatches
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -127,24 +130,47 @@ def test_what_a_step_writes_itself_is_told_to_be_the_first_replicas() -> None:
     assert seen.value().tolist() == [4.0] * 3
 
 
+class Staged:
+    """A step of two stages, one of which has a loop, over microbatches and replicas."""
+
+    def __init__(self, replicas: int, schedule: str = "1f1b") -> None:
+        layers = [nn.Linear(4, 4) for _ in range(2)]
+        with tfnb.record() as graph:
+            x = tfnb.placeholder(torch.ones(2, 4), name="x")
+            with tfnb.device("task:0"):
+                h = torch.tanh(layers[0](x))
+            with tfnb.device("task:1"):
+                _, h = tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, layers[1](h)), (0, h))
+                loss = h.square().mean()
+            train = tfnb.train.SGD(0.1).minimize(loss)
+        self.one = in_microbatches(step_graph(graph, [train.value], [x.value]), 4, schedule)
+        self.step = replicated(self.one, replicas).step
+
+
 def test_each_replica_asks_for_tasks_of_its_own() -> None:
-    """Also inside of loops; nodes and values are the replica's own, in one program order."""
-    layers = [nn.Linear(4, 4) for _ in range(2)]
-    with tfnb.record() as graph:
-        x = tfnb.placeholder(torch.ones(2, 4), name="x")
-        with tfnb.device("task:0"):
-            h = torch.tanh(layers[0](x))
-        with tfnb.device("task:1"):
-            _, h = tfnb.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, layers[1](h)), (0, h))
-            loss = h.square().mean()
-        train = tfnb.train.SGD(0.1).minimize(loss)
-    one = in_microbatches(step_graph(graph, [train.value], [x.value]), 4, "1f1b")
-    found = replicated(one, 3).step
-    assert {place.number for place in requested(found.graph.nodes).values()} == set(range(6))
-    assert len({id(node) for node in found.graph.nodes if node.op == "tfnb.while"}) == 3
-    assert len({node.name for node in found.graph.nodes}) == len(found.graph.nodes)
-    assert len(found.writes) == len(one.step.writes)
-    assert replicated(one, 1) is one
+    """Also inside of loops; nodes are the replica's own, and updates are done once."""
+    made = Staged(3)
+    nodes = made.step.graph.nodes
+    assert {place.number for place in requested(nodes).values()} == set(range(6))
+    one, two, three = ({inner.id for inner in nested(node)} for node in nodes if node.op == "tfnb.while")
+    assert one and not (one & two or one & three or two & three)
+    assert len({node.name for node in nodes}) == len(nodes)
+    assert len(made.step.writes) == len(made.one.step.writes) == 4
+    assert replicated(made.one, 1) is made.one
+
+
+@pytest.mark.parametrize(("schedule", "windows"), [("1f1b", [2, 1, 2, 1]), ("gpipe", [4, 4, 4, 4])])
+def test_stages_of_each_replica_have_the_windows_of_one_pipeline(schedule: str, windows: list[int]) -> None:
+    """And nothing goes from replica to replica for each microbatch."""
+    found = in_parts(Staged(2, schedule).step)
+    loops = [number for number, frame in enumerate(found.flow.frames) if frame.schedule]
+    assert [part.place.number for part in found.parts] == [0, 1, 2, 3] and len(loops) == 2
+    for part, window in zip(found.parts, windows, strict=True):
+        assert part.flow.frames[loops[part.place.number // 2]].parallel == window
+        others = [edge for edge in part.sends if edge.to.number // 2 != part.place.number // 2]
+        assert bool(others) == (part.place.number >= 2)  # sums of gradients; each task reads Variables by itself
+        ops = [found.flow.ops[edge.port.op] for edge in others]
+        assert all(op.frame == 0 or op.kind == frames.EXIT for op in ops)
 
 
 @pytest.mark.parametrize(

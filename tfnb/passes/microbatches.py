@@ -286,10 +286,10 @@ class _Loop:
         totals = [given(f"total.{self.by_id[v.node].name}", spec) for v, spec in zip(carried, wide, strict=True)]
         for each in sums:
             each.before = given("weights", _SHARE), given("weights.seen", _SHARE)
+        share = given("share", _SHARE)  # the first of the rows: each stage counts microbatches by the shares
         for value in self.step.feeds:
             if value in self.rows:
                 same[value] = given(self.by_id[value.node].name, self._spec(value))
-        share = given("share", _SHARE)
         bound = {s for v in inputs for s in _symbols(body[inputs.index(v)].outputs[0].shape)}
         taken = [v for node in inner.values() for v in node.inputs]
         taken += [v for v in (*self.borders, *self.moved.values())]
@@ -437,7 +437,7 @@ class _Build:
 
         attrs: dict[str, Any] = {
             "init": tuple(map(ref, (*reads, *zeros))),
-            "xs": (*((ref(a), ref(b)) for a, b in flat), ref(shares)),
+            "xs": (ref(shares), *((ref(a), ref(b)) for a, b in flat)),
             "captures": tuple(map(ref, captured)),
             "limit": None, "cond": None, "body": body,
             "rows": tuple(len(loop._spec(v).shape) for v in stacked),
