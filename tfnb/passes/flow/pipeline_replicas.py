@@ -39,7 +39,7 @@ def replicated(found: Microbatches, replicas: int) -> Microbatches:
 def stages_of(nodes: Iterable[Node]) -> int:
     """The number of tasks of one replica: the last one that a node asks for, and those before it.
 
-    >>> stages_of([Node(1, "a", "aten.exp.default", device="task:2")]), stages_of([])
+    >>> stages_of([Node(id=1, name="a", op="aten.exp.default", device="task:2")]), stages_of([])
     (3, 0)
     """
     return 1 + max((place.number for place in requested(nodes).values()), default=-1)
