@@ -27,6 +27,7 @@ from tfnb.cluster.modes.leases import Offer
 from tfnb.cluster.modes.windows import BYTES, WindowSizes
 from tfnb.cluster.notebook import divided_rows
 from tfnb.cluster.notebook.collections import head, read
+from tfnb.cluster.notebook.exact_steps import ExactSteps
 from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.variables_there import VariablesThere
 from tfnb.cluster.notebook.waiting import SETTLE, EventLoopWaiter, begin_look
@@ -43,6 +44,7 @@ from tfnb.errors import (
     OutOfRange,
     TfnbError,
     Unimplemented,
+    WorkerLost,
 )
 from tfnb.execution.tiers.tiered import Mode as Compile
 from tfnb.execution.tracing.trace import Trace
@@ -296,8 +298,8 @@ class Steps:
         pipeline: such a step over microbatches, which each of its tasks, a stage, takes in the order of the schedule.
         ``graph``: whose step it is; with ``ps="stages"`` its first pipeline moves Variables to the tasks of their
         stages.
-        ``exact``: unless it is False, look first whether gradients averaged by rows are those of whole batches, and
-        warn where they are not.
+        ``exact``: None looks first whether gradients averaged by rows are those of whole batches, and warns where
+        they are not; True has the tasks sum over all rows in mid-step, one step after the other.
 
         Where there is a None among the batches, or a pass ends of data that says so, tasks stand still when everything
         before is applied: local storages show that, and an empty group tells it. They go on when the next one is asked
@@ -315,13 +317,15 @@ class Steps:
         placed, why = self._placed_for(
             step, how, see, check, compile, one_by_one, step.whole if graph is None else graph
         )
-        is_stepwise = why or not placed.writes
-        tasks = sum(member.is_there for member in self._engine.places.values())
+        tasks, over = len(self._numbers()), None
+        if exact is True and not why and placed.writes and not how.is_pipeline and tasks > 1:
+            over = ExactSteps(step, self._numbers, partial(self.place, parallel=False, check=check, compile=compile))
+        is_stepwise = why or not placed.writes or over is not None
         is_joint = how.is_joint
         names = _ensure_summed(placed, how, is_taken=not is_stepwise)
         if names and not is_stepwise and tasks > 1 and not placed.tasks:
             warnings.warn(_apart(names, how, is_joint), stacklevel=user_level(None))
-        if exact is not False and is_joint and placed.divides:
+        if exact is None and is_joint and placed.divides:
             source, notes = self._looked_at(step, placed, min(how.required or tasks - how.backup, tasks), source)
             for note in notes:
                 warnings.warn(note, stacklevel=user_level(None))
@@ -332,7 +336,7 @@ class Steps:
             self._in_windows(step, placed, source, end, applied, seen)
             if how.is_pipeline and not see and not one_by_one and may_be_lent(placed)
             else self._stepwise(
-                step, placed, source, end, see, applied, seen, is_whole=see is not None or how.is_pipeline
+                step, placed, source, end, see, applied, seen, is_whole=see is not None or how.is_pipeline, over=over
             )
             if is_stepwise
             else self._looping(step, placed, source, how, changes, end, timeout, applied, seen)
@@ -416,6 +420,10 @@ class Steps:
             known.add(key)
         return source, seen.notes
 
+    def _numbers(self) -> list[int]:
+        """The numbers of the tasks that are there."""
+        return [member.number for member in self._engine.places.values() if member.is_there]
+
     def _heads(self, step: StepGraph, data: Ahead) -> Iterator[StepFeeds | None]:
         """The first rows of some batches of a pass; for arrays in chunks one batch, of the arrays' first rows."""
         rows = min(divided_rows.ROWS, data.order.batch_size, data.order.rows)
@@ -451,9 +459,12 @@ class Steps:
 
     def _stepwise(
         self, step: StepGraph, placed: PlacedStep, source: Ahead | Iterable[StepFeeds | None], end: float | None,
-        see: See | None, applied: AppliedSteps, seen: SeenSteps, *, is_whole: bool,
+        see: See | None, applied: AppliedSteps, seen: SeenSteps, *, is_whole: bool, over: ExactSteps | None = None,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
-        """Drive every step from the notebook, if tasks' loops cannot. is_whole: no task divides rows."""
+        """Drive every step from the notebook, if tasks' loops cannot. is_whole: no task divides rows.
+
+        over: the steps in which tasks divide rows and sum in mid-step.
+        """
         copied, later = applied.copy(), deque[tuple[int, int]]()  # steps of the cluster, and numbers of the training
 
         seen.now = partial(_now, copied, later, lambda: self._variables.pulled_step)
@@ -468,9 +479,18 @@ class Steps:
                 continue
             left = self._left(end)
             self._variables.send_for_step(step.variables, thorough=False)
-            taken = replace(batch, rows=None) if is_whole else batch
+            taken = step, placed, replace(batch, rows=None) if is_whole else batch
             counted = partial(_append, later, batch.number)
-            values, rows_of = self._step(step, placed, taken, left, "a training step", (), see, counted)
+            values = None
+            while values is None:
+                if over is not None:
+                    taken = over.of(batch)
+                try:
+                    values, rows_of = self._step(*taken, left, "a training step", (), see, counted)
+                except WorkerLost:  # nothing of it was written: others take the rows of a task that is gone
+                    if over is None or not {*taken[1].tasks} - {*self._numbers()} or not self._numbers():
+                        raise
+            placed = taken[1]
             parts = [_picked(placed.fetched, part) for part in values]
             joined = [join(each, parts, at, rows_of) for at, each in enumerate(placed.joins)]
             yield of_one(joined, batch.number)
