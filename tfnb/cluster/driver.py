@@ -345,8 +345,6 @@ class Cluster:
                         recovery = self.recover(error, budget, len(replay.applied), end)
                 except (ParameterServerLost, KeyboardInterrupt) as stopped:
                     failure = stopped
-            if options.get("exact") is None:
-                options["exact"] = False  # it was looked at
             yield StepGroup(0, (), kept=replay.applied, lost=recovery or failure or "beside")
         raise failure
 

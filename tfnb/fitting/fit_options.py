@@ -139,7 +139,7 @@ def exact_of(exact: object, mode: Mode, microbatches: object) -> bool | None:
 
     Raises InvalidArgument for another value, and for True where rows are not divided over tasks in step.
     """
-    if exact not in (None, True, False) or isinstance(exact, int) and not isinstance(exact, bool):
+    if exact not in (None, True, False) or (isinstance(exact, int) and not isinstance(exact, bool)):
         raise InvalidArgument(f"exact is None, True or False, not {exact!r}")
     if exact is True and microbatches not in (None, 1):
         raise InvalidArgument(
@@ -192,7 +192,7 @@ def look_at_means(
     if microbatches == 1:
         return
     step, tensors = session.step_of(fetches, dict(zip(keys, values, strict=True)))
-    known: set[Any] = step.whole.attached.setdefault("divided", set())
+    known: set[Any] = step.whole.attached.setdefault("divided by microbatches", set())
     updates = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign")
     key = updates, step.fetches, "microbatches", microbatches
     first = next(iter(batches_of(step, [(tensors, 0)])), None)

@@ -18,7 +18,7 @@ from tfnb.placement.row_guards import RowGuards
 
 @dataclass
 class ExactSteps:
-    """``tasks``: numbers of the tasks that are there; ``place``: the plans of a step, whose Variables lie on servers."""
+    """The steps of one training. ``tasks``: gives the numbers of live tasks. ``place``: makes the plans of a step."""
 
     step: StepGraph
     tasks: Callable[[], Sequence[int]]

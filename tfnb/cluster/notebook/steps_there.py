@@ -298,8 +298,8 @@ class Steps:
         pipeline: such a step over microbatches, which each of its tasks, a stage, takes in the order of the schedule.
         ``graph``: whose step it is; with ``ps="stages"`` its first pipeline moves Variables to the tasks of their
         stages.
-        ``exact``: None looks first whether gradients averaged by rows are those of whole batches, and warns where
-        they are not; True has the tasks sum over all rows in mid-step, one step after the other.
+        ``exact``: True has the tasks sum over all rows in mid-step, one step after the other. None looks first whether
+        gradients averaged by rows are those of whole batches, and where they are not warns, and does so, too.
 
         Where there is a None among the batches, or a pass ends of data that says so, tasks stand still when everything
         before is applied: local storages show that, and an empty group tells it. They go on when the next one is asked
@@ -318,17 +318,19 @@ class Steps:
             step, how, see, check, compile, one_by_one, step.whole if graph is None else graph
         )
         tasks, over = len(self._numbers()), None
-        if exact is True and not why and placed.writes and not how.is_pipeline and tasks > 1:
-            over = ExactSteps(step, self._numbers, partial(self.place, parallel=False, check=check, compile=compile))
-        is_stepwise = why or not placed.writes or over is not None
-        is_joint = how.is_joint
-        names = _ensure_summed(placed, how, is_taken=not is_stepwise)
-        if names and not is_stepwise and tasks > 1 and not placed.tasks:
-            warnings.warn(_apart(names, how, is_joint), stacklevel=user_level(None))
-        if exact is None and is_joint and placed.divides:
-            source, notes = self._looked_at(step, placed, min(how.required or tasks - how.backup, tasks), source)
+        if exact is None and how.is_joint and placed.divides:
+            may_sum = how.name == "sync" and not how.may_have_spare
+            count = min(how.required or tasks - how.backup, tasks)
+            source, notes, is_mean = self._looked_at(step, placed, count, source, may_sum=may_sum)
+            exact = may_sum and not is_mean
             for note in notes:
                 warnings.warn(note, stacklevel=user_level(None))
+        if exact and not why and placed.writes and not how.is_pipeline and tasks > 1:
+            over = ExactSteps(step, self._numbers, partial(self.place, parallel=False, check=check, compile=compile))
+        is_stepwise = why or not placed.writes or over is not None
+        names = _ensure_summed(placed, how, is_taken=not is_stepwise)
+        if names and not is_stepwise and tasks > 1 and not placed.tasks:
+            warnings.warn(_apart(names, how, how.is_joint), stacklevel=user_level(None))
         if self._variables.held.stale or self._queues.lacks_copies:
             self._show()  # should a server be lost, training goes on from what is here
         seen.now = applied.copy
@@ -400,13 +402,17 @@ class Steps:
         return placed, why
 
     def _looked_at(
-        self, step: StepGraph, placed: PlacedStep, tasks: int, source: Ahead | Iterable[StepFeeds | None]
-    ) -> tuple[Ahead | Iterable[StepFeeds | None], tuple[str, ...]]:  # fmt: skip
-        """The batches of a training, and the warnings, each given once, of a loss that is no mean over rows."""
-        known: set[Any] = step.whole.attached.setdefault("divided", set())
+        self, step: StepGraph, placed: PlacedStep, tasks: int, source: Ahead | Iterable[StepFeeds | None],
+        *, may_sum: bool,
+    ) -> tuple[Ahead | Iterable[StepFeeds | None], tuple[str, ...], bool]:  # fmt: skip
+        """The batches of a training, warnings of a loss that is no mean over rows, each given once, and whether it is.
+
+        may_sum: whether tasks sum over all rows where it is none.
+        """
+        known: dict[Any, bool] = step.whole.attached.setdefault("divided", {})
         key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), step.fetches, tasks
         if key in known or tasks < 2 or not placed.writes or placed.tasks:
-            return source, ()
+            return source, (), known.get(key, True)
         first: Iterable[StepFeeds | None]
         if isinstance(source, Ahead):
             first = self._heads(step, source)
@@ -415,10 +421,12 @@ class Steps:
             first = list(itertools.islice(source, 1))
             source = itertools.chain(first, source)
         whole = (batch for batch in first if batch is not None)
-        seen = divided_rows.look(step, placed.placement.homes, tasks, whole)
+        who = divided_rows.SUMMING if may_sum else divided_rows.TASKS
+        seen = divided_rows.look(step, placed.placement.homes, tasks, whole, who)
         if seen.is_settled:
-            known.add(key)
-        return source, seen.notes
+            known[key] = seen.is_mean
+        notes = seen.notes if seen.is_mean or not may_sum else seen.notes[-1:]  # batch norm is exact then, too
+        return source, notes, seen.is_mean
 
     def _numbers(self) -> list[int]:
         """The numbers of the tasks that are there."""

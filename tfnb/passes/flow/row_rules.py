@@ -1,4 +1,4 @@
-"""Which ops go row by row: what a task may compute of its rows of a batch, as it would of all rows.
+"""Rules of ops over rows: the results that a task may compute of its own rows of a batch, as of all rows.
 
 A rule looks at one node and at the axis that rows lie on in each operand that has some. It says that each task computes
 its rows of the result from its rows of the operands (`ALONG`), that each task computes a summand of the result (`SUM`),
@@ -24,7 +24,7 @@ Outcome = Literal["along", "sum", "mixed"] | None
 
 @dataclass(frozen=True)
 class RowCall:
-    """A node whose operands lie in rows. ``axes``: of each operand the axis of its rows, None where it has none.
+    """A node whose operands lie in rows. ``axes``: of each operand the axis of its rows, None without rows.
 
     ``specs``: of the operands, of all rows. ``has_rows``: whether a size is one of rows. ``zeros``: places of operands
     that are zero everywhere.
@@ -43,7 +43,7 @@ class RowCall:
         return facts_of(self.node.op).defaults.get(name, default)
 
     def axis(self, name: str) -> int | None:
-        """The axis of the rows of an operand by its name; None where it has none, or is none."""
+        """The axis of the rows of an operand by its name; None for an absent operand, and for one without rows."""
         found = self.node.attrs.get(name)
         return self.axes[found.input] if isinstance(found, Ref) else None
 
@@ -67,7 +67,7 @@ class RowCall:
         return {axis for axis in self.axes if axis is not None}
 
     def touched(self, name: str, rank: int) -> set[int]:
-        """The axes that an argument such as ``dim`` names; all where it names none."""
+        """The axes named by an argument such as ``dim``; all axes by an empty one."""
         dim = self.argument(name)
         axes = [dim] if isinstance(dim, int) else list(range(rank)) if dim is None or len(dim) == 0 else dim
         return {axis % max(1, rank) for axis in axes}
@@ -101,7 +101,7 @@ def _pointwise(call: RowCall) -> Outcome:
 
 
 def _off(name: str) -> Rule:
-    """Other axes than the one of rows, which an argument names; operands of one rank have rows on one axis."""
+    """The rule of an op along named axes: not the axis of rows, on which all operands of one rank have rows."""
 
     def rule(call: RowCall) -> Outcome:
         if len(call.row_axes) != 1 or {len(s.shape) for s in call.specs if s.shape} != {call.rank}:
@@ -154,7 +154,7 @@ def _trailing(count: int) -> Rule:
 
 
 def _first_axis(call: RowCall) -> Outcome:
-    """Whatever the op does to an item: items lie on axis 0 of all operands that have rows, as of the results."""
+    """Items on axis 0 of all operands with rows, and of the results."""
     return ALONG if call.row_axes == {0} else None
 
 
@@ -367,7 +367,7 @@ def _attended(call: RowCall) -> Outcome:
 
 
 def _recurrent(call: RowCall) -> Outcome:
-    """A recurrent net over items: rows on the axis of items in what it reads, and in its states."""
+    """A recurrent net over items: rows lie on the axis of items of sequences and states."""
     input_axis = 0 if call.argument("batch_first") else 1
     name = "input" if "input" in call.node.attrs else "x"
     states = [call.axes[ref.input] for ref in leaves(call.argument("hx")) if isinstance(ref, Ref)]
@@ -428,15 +428,16 @@ RULES: Mapping[str, Rule] = {name: rule for names, rule in (
 OWN = frozenset({"recurrent_net"})
 """Ops that give more than rows: what each task keeps for the derivative of its own."""
 
-LINEAR = frozenset(
-    "t transpose permute view reshape _unsafe_view expand unsqueeze squeeze clone contiguous alias detach select slice "
-    "select_backward slice_backward neg sum flip roll _to_copy constant_pad_nd".split()
-)
+LINEAR = frozenset({
+    "t", "transpose", "permute", "view", "reshape", "_unsafe_view", "expand", "unsqueeze", "squeeze", "clone",
+    "contiguous", "alias", "detach", "select", "slice", "select_backward", "slice_backward", "neg", "sum", "flip",
+    "roll", "_to_copy", "constant_pad_nd",
+})  # fmt: skip
 """Ops of one operand that give of a sum the sum of what they give of its summands."""
 
 
 def outcome(call: RowCall) -> Outcome:
-    """What tasks may compute of their rows; None: all rows go to one task.
+    """The results that tasks may compute of their rows; None: all rows go to one task.
 
     >>> x = Spec(__import__("torch").float32, (Dim("B"), 3))
     >>> node = Node(id=1, name="y", op="aten.exp.default", inputs=(), outputs=(x,), attrs={"self": Ref(0)})
