@@ -345,7 +345,6 @@ class Cluster:
                         recovery = self.recover(error, budget, len(replay.applied), end)
                 except (ParameterServerLost, KeyboardInterrupt) as stopped:
                     failure = stopped
-            options["exact"] = False  # it was looked at
             yield StepGroup(0, (), kept=replay.applied, lost=recovery or failure or "beside")
         raise failure
 
