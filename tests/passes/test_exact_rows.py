@@ -180,6 +180,34 @@ def test_a_feed_that_one_task_needs_whole_is_gathered() -> None:
     torch.testing.assert_close(found, rows.cumsum(0).flip(0), rtol=0, atol=1e-14)
 
 
+def test_a_time_axis_of_varying_length_stays_beside_the_rows() -> None:
+    """Rows times steps in time are one axis; a sum over rows is padded with a number, once."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    with tfnb.record("time") as graph:
+        x = tfnb.placeholder(torch.randn(6, 5, 3), name="x", shape=(None, None, 3))
+        out = layer(x.reshape(-1, 3)).reshape(x.shape[0], x.shape[1], 2)
+        padded = F.pad(out.sum((0, 1)), (1, 1), value=3.0)
+        loss = out.square().mean().sqrt() + padded.sum()
+        (grad,) = tfnb.gradients(loss, [layer.weight])
+    divided = over(graph, [out.value, padded.value, grad.value], [x], 3)
+    assert not divided.gathered
+    rows = torch.randn(7, 4, 3)
+    found, expected = Taken(divided)([rows]), tfnb.Session(graph).run([out, padded, grad], {x: rows})
+    torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-13)
+
+
+def test_images_are_enlarged_row_by_row() -> None:
+    with tfnb.record("images") as graph:
+        x = tfnb.placeholder(torch.randn(6, 2, 4, 4), name="x")
+        (grad,) = tfnb.gradients(F.interpolate(x, scale_factor=2, mode="bilinear").std(), [x])
+    rows = torch.randn(7, 2, 4, 4)
+    divided = over(graph, [grad.value], [x], 2)
+    assert [node.op for node in divided.gathered] == ["aten.std.correction"]
+    found, expected = Taken(divided)([rows]), tfnb.Session(graph).run([grad], {x: rows})
+    torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-13)
+
+
 def test_what_has_no_rows_is_not_divided() -> None:
     with tfnb.record("fixed") as graph:
         x = tfnb.placeholder(torch.ones(3), name="x", shape=(3,))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from tfnb.passes.flow.exact_ops import SPECIAL, Emission, FormOf
 from tfnb.passes.flow.row_rules import ALONG, LINEAR, SUM, RowCall, outcome
 from tfnb.passes.prune import StepGraph, step_graph
 
-_LOCAL_SIZES = frozenset({"size", "shape", "self_size", "input_sizes", "N"})
+_LOCAL_SIZES = frozenset({"size", "shape", "self_size", "input_size", "input_sizes", "N"})
 _BILINEAR = frozenset({"mul", "mm", "bmm", "mv", "dot"})
 _SHAPED = frozenset({
     "rand_like", "randn_like", "randint_like", "normal_functional", "uniform", "exponential", "cauchy", "log_normal",
@@ -107,6 +106,7 @@ class RowDivision:
     whole: dict[Value, Value] = field(default_factory=dict)  # sums and gathered rows
     cut: dict[tuple[Value, int], tuple[Value, ...]] = field(default_factory=dict)  # rows of whole values
     constants: set[Value] = field(default_factory=set)  # whole values that each task computes for itself
+    _divided: dict[str, bool] = field(default_factory=dict)  # sizes, by their expression
     drawn: dict[int, Node] = field(default_factory=dict)  # random nodes of all rows, in place of the step's
 
     def __post_init__(self) -> None:
@@ -126,30 +126,28 @@ class RowDivision:
         """Whether a size is that of rows."""
         return isinstance(size, Dim) and self.rows in size.symbols
 
-    @cached_property
-    def _units(self) -> dict[str, int | None]:
-        return {}
+    def is_divided(self, size: int | Dim) -> bool:
+        """Whether a size is that of rows times a number, or times sizes of other axes: each row has as many places."""
+        if not isinstance(size, Dim) or not self.is_rows(size):
+            return False
+        if size.expr not in self._divided:
+            self._divided[size.expr] = all(self._is_linear(size, other) for other in (7, 11))
+        return self._divided[size.expr]
 
-    def unit(self, size: int | Dim) -> int | None:
-        """How many places of an axis a row of the batch has; None where that is no fixed number."""
-        if not isinstance(size, Dim):
-            return None
-        if size.expr not in self._units:
-            found: set[float] = set()
-            try:
-                for rows, other in ((60, 7), (120, 7), (180, 11), (2520, 5)):
-                    sizes = {s: rows if s == self.rows else other for s in size.symbols}
-                    found.add(size.evaluate(sizes) / rows)
-            except ShapeError:
-                found = set()
-            (one,) = found if len(found) == 1 else (0.0,)
-            self._units[size.expr] = int(one) if one and one == int(one) else None
-        return self._units[size.expr]
+    def _is_linear(self, size: Dim, other: int) -> bool:
+        """Whether a size is a multiple of the number of rows while all other symbols are the same."""
+        try:
+            each = {
+                size.evaluate({s: n if s == self.rows else other for s in size.symbols}) / n for n in (60, 120, 2520)
+            }
+        except ShapeError:
+            return False
+        return len(each) == 1 and each != {0.0}
 
     def axis_of(self, spec: Spec) -> int | None:
         """The only axis of rows of a shape; None where there is none, or another number of them."""
         found = [at for at, size in enumerate(spec.shape) if self.is_rows(size)]
-        return found[0] if len(found) == 1 and self.unit(spec.shape[found[0]]) else None
+        return found[0] if len(found) == 1 and self.is_divided(spec.shape[found[0]]) else None
 
     def local(self, leaf: object, task: int) -> Any:
         """A size, of the rows of a task."""
@@ -342,7 +340,7 @@ class RowDivision:
             if v not in self.specs and facts_of(self.step.graph.contents.by_id[v.node].op).zeros
         )  # fmt: skip
         specs = tuple(self.spec_at(v) for v in node.inputs)
-        return RowCall(node, tuple(axes), specs, lambda size: self.unit(size) is not None, zeros)
+        return RowCall(node, tuple(axes), specs, self.is_divided, zeros)
 
     def copies(self, node: Node, call: RowCall, attrs: Mapping[str, Any] | None = None) -> list[Node]:
         """The node on each task, over its rows."""

@@ -307,16 +307,20 @@ def _picked(call: RowCall) -> Outcome:
     return ALONG if _only(call, 0) and (axis >= len(refs) or refs[axis] is None) else None
 
 
-def _counted(call: RowCall) -> Outcome:
-    """Values added at places of a tensor of zeros, both in rows: each task adds its own."""
-    refs = [ref for ref in call.argument("indices") if isinstance(ref, Ref)]
-    is_added = call.argument("accumulate") and 0 in call.zeros and call.axes[0] is None
-    has_all = len(refs) == len(call.argument("indices")) and all(call.axes[ref.input] is not None for ref in refs)
-    if not is_added or not has_all:
+def _put(call: RowCall) -> Outcome:
+    """Values put into rows at places of other axes; or in rows added at places of zeros, and each task adds its own."""
+    refs = call.argument("indices")
+    named = [ref for ref in refs if isinstance(ref, Ref)]
+    specs = [call.specs[ref.input] for ref in named]
+    if any(str(spec.dtype) not in ("torch.int64", "torch.int32") for spec in specs):
         return None
-    kinds = {str(call.specs[ref.input].dtype) for ref in refs}
-    values, axes = call.axis("values"), {call.axes[ref.input] for ref in refs}
-    return SUM if values is not None and axes == {values} and kinds <= {"torch.int64", "torch.int32"} else None
+    axis, values = call.axes[0], call.axis("values")
+    if axis is not None:
+        rank = len(call.specs[0].shape) - len(named) + max((len(spec.shape) for spec in specs), default=0)
+        is_beside = all(ref is None for ref in refs[: axis + 1]) and _only(call, 0, call.node.attrs["values"].input)
+        return ALONG if is_beside and values == axis and len(call.shape("values")) == rank else None
+    is_added = call.argument("accumulate") and 0 in call.zeros and len(named) == len(refs)
+    return SUM if is_added and values is not None and {call.axes[ref.input] for ref in named} == {values} else None
 
 
 def _added_at(call: RowCall) -> Outcome:
@@ -400,7 +404,7 @@ RULES: Mapping[str, Rule] = {name: rule for names, rule in (
     ("native_layer_norm", _normalized("input")),
     ("native_layer_norm_backward", _mixed(_normalized("grad_out"))),
     ("embedding", _embedded), ("embedding_dense_backward", _embedded_back), ("index _unsafe_index", _picked),
-    ("index_put", _counted), ("index_add scatter_add", _added_at),
+    ("index_put _unsafe_index_put", _put), ("index_add scatter_add", _added_at),
     ("tril triu linalg_cholesky_ex linalg_inv_ex _linalg_det _linalg_slogdet linalg_matrix_exp", _trailing(2)),
     ("view_as_complex view_as_real", _transposed), ("diagonal diagonal_copy", _diagonal),
     ("select_backward", _selected_back), ("slice slice_backward", _sliced),
@@ -431,7 +435,7 @@ OWN = frozenset({"recurrent_net"})
 LINEAR = frozenset({
     "t", "transpose", "permute", "view", "reshape", "_unsafe_view", "expand", "unsqueeze", "squeeze", "clone",
     "contiguous", "alias", "detach", "select", "slice", "select_backward", "slice_backward", "neg", "sum", "flip",
-    "roll", "_to_copy", "constant_pad_nd",
+    "roll", "_to_copy",
 })  # fmt: skip
 """Ops of one operand that give of a sum the sum of what they give of its summands."""
 
