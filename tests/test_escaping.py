@@ -122,7 +122,9 @@ class NamedPlan(SimpleNamespace):
 
 PRODUCERS: dict[str, Callable[[str], str]] = {
     "tfnb.graph.graph.Graph": lambda text: graph(text)._repr_html_(),
-    "tfnb.graph.difference.Difference": lambda text: graph(text).diff(graph("b"))._repr_html_(),
+    "tfnb.graph.difference.Difference": lambda text: "".join([
+        graph(text).diff(graph("b"))._repr_html_(), graph(text).diff(graph("b"))._repr_svg_(),
+    ]),
     "tfnb.doctor.DoctorReport": lambda text: DoctorReport((Finding(text, text),))._repr_html_(),
     "tfnb.cluster.notebook.card.Status": lambda text: status(text)._repr_html_(),
     "tfnb.cluster.notebook.card.Status, live": lambda text: status(text).live_html(),
@@ -133,7 +135,7 @@ PRODUCERS: dict[str, Callable[[str], str]] = {
     "tfnb.fitting.comparing.Comparison": lambda text: compared(text)._repr_html_(),
     "tfnb.fitting.comparing.Comparisons": lambda text: comparing.Comparisons({text: compared(text)})._repr_html_(),
     "tfnb.watching.Watch": lambda text: watched(text)._repr_html_(),
-    "tfnb.passes.pipeline.Passes": lambda text: passed(text)._repr_html_(),
+    "tfnb.passes.pipeline.Passes": lambda text: passed(text)._repr_html_() + passed(text)._repr_svg_(),
     "tfnb.passes.flow.reasons.StepParts": lambda text: placed(text)._repr_html_(),
     "tfnb.placement.stages.StagedStep": lambda text: staged(text)._repr_html_(),
     "tfnb.magics.text_table.Table": lambda text: text_table.Table((text,), [(text,)])._repr_html_(),

@@ -45,7 +45,8 @@ BELOW = {
     "doctor": "errors escaping",
     "demo": "tutorials",
     "tutorials": "",
-    "__main__": "demo doctor tutorials",
+    "notebook_run": "errors",
+    "__main__": "demo doctor tutorials notebook_run",
     "__init__": "",
     "magics": "fitting watching session view widgets gradients cluster __init__",
 }
