@@ -192,7 +192,15 @@ class TfnbMagics(RunMagics):
         badges = found.badges if found is not None else {}
         self.watch.show(self._plain(tfnb.view.graph_bundle(graph, cell=cell, badges=badges)))
         if getattr(options, "live", False) or self.display == "live":
+            self.lives.follow_cluster(tfnb.session.connected())
             self.watch.show(_bundle(self.lives.make(graph, cell, self.watch.owner(""), badges).widget))
+
+    def _live(self, graph: tfnb.Graph, options: Namespace) -> Any:
+        """Open the live view in this cell: the connected cluster, and the drawing of a graph. Returns its widget."""
+        self.lives.follow_cluster(tfnb.session.connected())
+        if not options.quiet:  # what a saved notebook shows; the widget below hides it
+            display(self._plain(tfnb.view.graph_bundle(graph)), raw=True)
+        return self.lives.make(graph).with_run().widget
 
     def _draw_failed(self, graph: object, cell: str | None, node: object, options: Namespace) -> None:
         """Show the nodes recorded until an op failed, the op in red; below the error."""
@@ -233,9 +241,7 @@ class TfnbMagics(RunMagics):
                 self.watch.show({"text/plain": f"{why}: nothing is recorded again"})
             return self._refresh(graph)
         elif options.live:
-            if not options.quiet:  # what a saved notebook shows; the widget below hides it
-                display(self._plain(tfnb.view.graph_bundle(graph)), raw=True)
-            return self._out(options, self.lives.make(graph).with_run().widget)
+            return self._out(options, self._live(graph, options))
         return self._out(options, None if verb == "rm" else graph)
 
     def _stick(self, name: str | None, verb: str) -> None:
@@ -568,10 +574,10 @@ class TfnbMagics(RunMagics):
                 resources=dict(map(_resource, options.resource)), insecure=options.insecure,
                 timeout=options.timeout, threads=options.threads, memory=options.memory, dashboard=options.dashboard,
             )  # fmt: skip
-        if options.live:
-            now = cluster.status()
-            plot = tfnb.widgets.LivePlot(now.live_html(), str(now))
-            cluster.follow(lambda status: plot.show(status.live_html(), str(status)))
+        if options.live and tfnb.graphs():
+            self.watch.show(_bundle(self._live(tfnb.graph(), options)))
+        elif options.live:
+            self.lives.follow_cluster(cluster)
         return self._out(Namespace(**{**vars(options), "quiet": options.quiet or options.live}), cluster)
 
     def _target(self, word: str | None) -> Any:
