@@ -80,13 +80,15 @@ class Lives:
         self._plots: WeakKeyDictionary[Any, LivePlot] = WeakKeyDictionary()  # by cluster
 
     def follow_cluster(self, cluster: Any) -> None:
-        """Show a cluster in this cell, renewed twice a second; where it was shown before its last state stays."""
+        """Show a cluster in this cell, renewed twice a second; where it was shown before the state of now stays."""
         if cluster is None:
             return
-        is_new, now = cluster not in self._plots, cluster.status()
+        before, now = self._plots.get(cluster), cluster.status()
         self._plots[cluster] = LivePlot(cluster_html(now), str(now))
-        if is_new:
+        if before is None:
             cluster.follow(lambda status: self._renew(cluster, status))
+        else:
+            before.show(cluster_html(now), str(now))
 
     def _renew(self, cluster: Any, status: Any) -> None:
         self._plots[cluster].show(cluster_html(status), str(status))

@@ -70,7 +70,7 @@ class TfnbMagics(RunMagics):
         argument("--append", action="store_true", help="keep the nodes of earlier runs of this cell"),
         argument("--show", action="store_true", default=None, help="draw the cell's part of the graph (default)"),
         argument("--no-show", action="store_false", dest="show", help="do not draw"),
-        argument("--live", action="store_true", help="draw a live widget too: it fetches values and shows traced runs"),
+        argument("--live", action="store_true", help="the live view: values on a click, and the connected cluster"),
         argument("--yes", action="store_true", help="with clear: drop the nodes without asking"),
     )  # fmt: skip
     def tfgraph(self, line: str, cell: str | None = None) -> Any:
@@ -191,8 +191,10 @@ class TfnbMagics(RunMagics):
             return
         badges = found.badges if found is not None else {}
         self.watch.show(self._plain(tfnb.view.graph_bundle(graph, cell=cell, badges=badges)))
-        if getattr(options, "live", False) or self.display == "live":
+        is_asked = getattr(options, "live", False)
+        if is_asked:  # a setting for all cells leaves the cluster's view where it is
             self.lives.follow_cluster(tfnb.session.connected())
+        if is_asked or self.display == "live":
             self.watch.show(_bundle(self.lives.make(graph, cell, self.watch.owner(""), badges).widget))
 
     def _live(self, graph: tfnb.Graph, options: Namespace) -> Any:
@@ -550,7 +552,7 @@ class TfnbMagics(RunMagics):
         argument("--threads", type=int, metavar="N", help="of each worker that is started here (1)"),
         argument("--memory", metavar="SIZE", help="the limit of each worker that is started here, such as 2GB"),
         argument("--dashboard", action="store_true", help="Dask's dashboard for a cluster that is started here"),
-        argument("--live", action="store_true", help="a card that is renewed twice a second while it is connected"),
+        argument("--live", action="store_true", help="the live view: the cluster, renewed in place, and the drawing"),
         argument("--close", action="store_true", help="bring the values home and leave"),
     )  # fmt: skip
     def tfcluster(self, line: str, cell: str | None = None) -> Any:
@@ -575,7 +577,7 @@ class TfnbMagics(RunMagics):
                 timeout=options.timeout, threads=options.threads, memory=options.memory, dashboard=options.dashboard,
             )  # fmt: skip
         if options.live and tfnb.graphs():
-            self.watch.show(_bundle(self._live(tfnb.graph(), options)))
+            self.watch.show(_bundle(self._live(self._graph(options.graph), options)))
         elif options.live:
             self.lives.follow_cluster(cluster)
         return self._out(Namespace(**{**vars(options), "quiet": options.quiet or options.live}), cluster)

@@ -142,7 +142,7 @@ PRODUCERS: dict[str, Callable[[str], str]] = {
     "tfnb.widgets.progress": paneled,
     "tfnb.widgets.curve": lambda text: "".join([
         curve.svg(text, CURVE), curve.bands(text, {text: [(1, 2, 0.1), (2, 1, 0.1)]}), curve.bars(text, [1, 2], 0, 1),
-        curve.table([(text, text, "")]),
+        curve.table([(text, text, "")]), curve.curves([{"step": 1, text: 1.0}, {"step": 2, text: 2.0}]),
     ]),
     "tfnb.view.pack_lanes": lambda text: view.plan_html(packed(text)),
     "tfnb.execution.pack_step.PackPlan": lambda text: PackPlan._repr_html_(packed(text)),
@@ -151,7 +151,12 @@ PRODUCERS: dict[str, Callable[[str], str]] = {
     )._repr_mimebundle_()["text/html"],
     "tfnb.view.export": lambda text: "".join([view.graph_html(graph(text)), view.graph_svg(graph(text))]),
     "tfnb.view.cluster_picture": lambda text: view.cluster_svg(
-        [card.CardRow(name, "", text, "", "", ((text, text),), text) for name in (text, "ps:0")]
+        [
+            card.CardRow(
+                name, "", text, "", "", ((text, text),), text, (text,), 0.5, (("ps:0", 1, text),), ((text, 1, 2),)
+            )
+            for name in (text, "ps:0")
+        ]
     ),
     "tfnb.view.reprs": lambda text: "".join([
         view.variable_html(Variable(torch.zeros(1), name=text)),

@@ -383,12 +383,16 @@ def _failure(cell: Any, error: Any) -> Failure:
     """The failure of a cell by nbclient's error."""
     if not hasattr(error, "ename"):
         return Failure("", f"{error}. Where a process needs more memory than there is, the system kills it")
-    traceback = next((output.traceback for output in cell.outputs if output.output_type == "error"), [])
-    return Failure(_line(cell), f"{error.ename}: {error.evalue}", _COLOUR.sub("", "\n".join(traceback)))
+    return Failure(_line(cell), f"{error.ename}: {error.evalue}", _traceback(cell))
 
 
 def _line(cell: Any) -> str:
     """``, line 4``: of the innermost frame that is a line of a cell."""
-    text = "\n".join("\n".join(output.traceback) for output in cell.outputs if output.output_type == "error")
-    found = _FRAME.findall(_COLOUR.sub("", text))
+    found = _FRAME.findall(_traceback(cell))
     return f", line {found[-1]}" if found else ""
+
+
+def _traceback(cell: Any) -> str:
+    """The traceback among a cell's outputs, without colours."""
+    lines = (line for output in cell.outputs if output.output_type == "error" for line in output.traceback)
+    return _COLOUR.sub("", "\n".join(lines))

@@ -396,6 +396,18 @@ def test_c76_status_says_the_same_as_text_and_as_html(connect, problem):
     assert cluster._repr_html_().startswith("<div")
 
 
+def test_the_card_has_how_full_the_queues_of_a_server_are(connect):
+    bounded = tfnb.FIFOQueue(8, torch.float32, (), name="bounded")
+    endless = tfnb.FIFOQueue(-1, torch.float32, (), name="endless")
+    bounded.enqueue(1.0)
+    cluster = connect(1)
+    bounded.enqueue(2.0)
+    endless.enqueue(3.0)
+    queues = [queue for row in cluster.status().rows for queue in row.queues]
+    assert sorted(queues) == [("bounded", 2, 8), ("endless", 1, None)]
+    assert "queue bounded 2 of 8" in cluster._repr_html_()
+
+
 def test_a_card_is_told_memory_lanes_and_steps_while_a_training_runs_and_its_end(connect, problem):
     p, seen = problem(), []
     cluster = connect(2)
