@@ -67,9 +67,9 @@ def test_a_graph_runs_with_parameters_and_its_outputs_are_kept(tmp_path: Path) -
     assert {"image/svg+xml", "text/html", "text/plain"} <= graph.outputs[-1].data.keys()
     assert graph.execution_count == 4 and printed(out)[-1] == "it's 15.0\n"
     assert f"{out}: 5 cells ran" in done.stderr
-    again = ran(out, "-p", "scale", "-1", "-o", out)  # in place: the injected cell is replaced
+    again = ran(out, "-p", "scale", "-1e1", "-o", out)  # in place: the injected cell is replaced
     assert again.returncode == 0, again.stderr
-    assert printed(out)[-1] == "none -6.0\n" and len(printed(out)) == 6
+    assert printed(out)[-1] == "none -60.0\n" and len(printed(out)) == 6
 
 
 def test_an_error_names_cell_and_line_and_keeps_what_ran(tmp_path: Path) -> None:

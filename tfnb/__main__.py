@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "-p", nargs=2, action="append", default=[], dest="parameters", metavar=("NAME", "VALUE"),
         help="a value for a name of the cell tagged parameters",
     )  # fmt: skip
+    run._negative_number_matcher = re.compile(r"-\.?\d")  # `-p lr -1e-3`: argparse takes it for an option before 3.14
     run.add_argument("-o", type=Path, dest="out", metavar="OUT.ipynb", help="the executed notebook (NAME.run.ipynb)")
     run.add_argument("--timeout", type=float, metavar="S", help="seconds that a cell may take")
     run.set_defaults(run=_run)

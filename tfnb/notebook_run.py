@@ -29,6 +29,10 @@ PATIENCE = 10.0  # seconds for a cell to end after an interrupt, before its kern
 QUIET = 2.0  # seconds without progress
 RARELY = 60.0  # seconds between two lines of progress in a log, at most
 
+# What the kernel evaluates before and after the cells; no name is left in the notebook's namespace.
+CONNECT = "__import__('tfnb').connect({!r});"
+CLOSE = "[each.close() for each in __import__('tfnb.cluster.connected', fromlist=['']).everyone()[::-1]];"
+
 _FRAME = re.compile(r"Cell In\[\d+\], line (\d+)")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -208,6 +212,8 @@ class NotebookRun:
         self.out = path.with_suffix(".run.ipynb") if out is None else out
         if not self.out.parent.is_dir():
             raise InvalidArgument(f"-o {self.out}: there is no folder {self.out.parent}")
+        if not os.access(self.out.parent, os.W_OK):
+            raise InvalidArgument(f"-o {self.out}: the folder {self.out.parent} cannot be written to")
         with_parameters(self.notebook, parameters or {})
         self._path, self._cluster, self._timeout = path, cluster, timeout
         self._terminal = Terminal(sys.stderr if stream is None else stream)
@@ -225,7 +231,11 @@ class NotebookRun:
 
     def run(self) -> int:
         """Execute all cells, write the executed notebook, and return the exit status."""
-        return asyncio.run(self._run())
+        try:
+            return asyncio.run(self._run())
+        except OSError as error:  # a disk that is full
+            self._terminal.say(f"{self.out} could not be written: {error}")
+            return FAILED
 
     async def _run(self) -> int:
         self._catch_signals()
@@ -253,7 +263,7 @@ class NotebookRun:
             return NOT_BEGUN, "stopped before the first cell"
         if error := starting.exception():
             return NOT_BEGUN, f"the kernel did not start: {error}"
-        if self._cluster is not None and (failure := await self._hidden(f"connect({_target(self._cluster)!r})")):
+        if self._cluster is not None and (failure := await self._hidden(CONNECT.format(_target(self._cluster)))):
             return NOT_BEGUN, f"--cluster {self._cluster}: {failure.error}. No cell ran"
         return await self._run_cells()
 
@@ -272,14 +282,13 @@ class NotebookRun:
                 error = failure.error.splitlines()[0] if failure.traceback else failure.error
                 said = [f"{place}: {error}", failure.traceback, f"{self.out} has the outputs up to there"]
                 return FAILED, "\n".join(filter(None, said))
-        if self._cluster is not None:
-            await self._hidden("session.connected() and __import__('tfnb').session.connected().close()")
+        if self._cluster is not None and (failure := await self._hidden(CLOSE)):
+            return FAILED, f"{self.out} is complete, but closing the cluster failed: {failure.error}"
         return FINISHED, f"{self.out}: {len(self._numbers)} cells ran"
 
     async def _hidden(self, code: str) -> Failure | None:
-        """Call a function of tfnb in the kernel, in a cell that is not of the notebook, and has its own deadline."""
-        cell = self._nbformat.v4.new_code_cell(f"__import__('tfnb').{code};")
-        return await self._execute(cell, is_counted=False)
+        """Execute a cell that is not of the notebook, and has deadlines of its own."""
+        return await self._execute(self._nbformat.v4.new_code_cell(code), is_counted=False)
 
     async def _execute(self, cell: Any, *, is_counted: bool = True) -> Failure | None:
         """Execute a cell, until it ends, is interrupted, or its time is over."""
