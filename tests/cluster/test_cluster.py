@@ -590,3 +590,19 @@ def test_a_graph_with_loops_and_branches_trains_there_as_it_does_here(connect):
     assert close_to(found, expected)
     for mine, theirs in zip(there.history, here.history, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_the_bytes_that_tasks_post_to_each_other_are_counted_for_each_pair(connect):
+    cluster = connect(2)
+    with tfnb.record("pair"):
+        with tfnb.device("task:0"):
+            x = tfnb.placeholder(torch.ones(8, 16), name="x")
+            h = x.exp()
+        with tfnb.device("task:1"):
+            y = h.sum()
+    for _ in range(5):
+        tfnb.run(y, {x: torch.zeros(8, 16)})
+    first = cluster.status().rows[0]
+    assert cluster._overview._exchanges()["task:0", "task:1"] == 5 * 8 * 16 * 4
+    assert "task:1" in {name for name, _, _ in first.links}
+    assert "task:0 and task:1: " in cluster._repr_html_()

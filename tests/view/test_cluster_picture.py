@@ -89,3 +89,16 @@ def test_a_queue_has_a_bar_as_long_as_it_is_full():
         assert float(bar.get("y")) < float(word.get("y")) < float(bar.get("y")) + float(bar.get("height"))
     bottom = float(frame.get("y")) + float(frame.get("height"))
     assert float(more.get("y")) < bottom and float(full.get("y")) + float(full.get("height")) < bottom
+
+
+def test_an_edge_between_two_tasks_runs_below_their_boxes_and_inside_of_the_picture():
+    tasks = [member("task:0", links=(("task:1", 4e6, "4.0 MB/s"),), lines=("step 1",)), member("task:1")]
+    for members in (tasks, [*tasks, member("ps:0")]):
+        root = ElementTree.fromstring(cluster_svg(members))
+        edge = root.findall(f"{SVG}path")[-1]
+        assert edge.find(f"{SVG}title").text == "task:0 and task:1: 4.0 MB/s"
+        _, y0, _, y1, _, y2, _, y3 = map(float, re.findall(r"[\d.]+", edge.get("d")))
+        tops = [box.find(f"{SVG}rect") for box in root.findall(f"{SVG}g")]
+        bottoms = [float(rect.get("y")) + float(rect.get("height")) for rect in tops]
+        assert [y0, y3] == bottoms[:2] and y1 == y2 > max(bottoms[:2])
+        assert y1 < (float(tops[2].get("y")) if len(members) == 3 else float(root.get("height")))

@@ -19,14 +19,15 @@ MOST = 4  # boxes of a row; the others are a number in the last one
 SHOWN = 3  # Variables, and as many queues, that a box names
 GLOW = 0.35  # opacity of a box whose task computes all the time
 WIDEST = 5.0  # of edges
+DIP = 28.0  # of the handles of an edge between two tasks
 
 
 class ClusterMember(Protocol):
     """A task or server.
 
     lines: its work in words; holds: its Variables with their sizes, largest first; traffic: of a server, in words;
-    busy: the share of the time that it computes; links: of a task, each server with bytes a second, as a number and in
-    words; queues: name, elements and capacity, None for no limit.
+    busy: the share of the time that it computes; links: of a task, servers and other tasks with the bytes a second, as
+    a number and in words; queues: name, elements and capacity, None for no limit.
     """
 
     @property
@@ -55,7 +56,8 @@ class ClusterMember(Protocol):
 
 
 def cluster_svg(members: Sequence[ClusterMember]) -> str:
-    """The tasks in a row, the servers (``ps:0``, ...) below, an edge from each to each; empty without tasks.
+    """The tasks in a row, the servers (``ps:0``, ...) below, an edge from each task to each server, and to each task
+    that it exchanges values with; empty without tasks.
 
     A task has the colour that its nodes have in drawings of graphs over all tasks and no server.
 
@@ -74,9 +76,15 @@ def cluster_svg(members: Sequence[ClusterMember]) -> str:
         return ""
     upper = list(_row(tasks, 4.0))
     lower = list(_row(servers, max(box.bottom for box in upper) + BETWEEN, len(upper)))
-    high = max(box.bottom for box in (*upper, *lower)) + 4
+    high = max(box.bottom for box in (*upper, *lower)) + (4 if lower else BETWEEN)
     most = max((rate for box in upper for _, rate, _ in box.member.links), default=0.0)
     edges = "".join(_edge(task, server, most) for task in upper for server in lower)
+    edges += "".join(
+        _edge(task, other, most)
+        for task in upper
+        for other in upper
+        if any(name == other.member.name for name, _, _ in task.member.links)
+    )
     boxes = "".join(box.svg() for box in (*upper, *lower))
     traffic = "".join(_text(box.middle + 6, box.y - 6, box.member.traffic, WIDE / 2) for box in lower)
     return (
@@ -161,16 +169,19 @@ def _row(members: Sequence[ClusterMember], y: float, first: int = 0) -> Iterator
         yield _MemberBox(member, STRIPES[(first + at) % len(STRIPES)], start + at * (wide + GAP), y, wide, left_out)
 
 
-def _edge(task: _MemberBox, server: _MemberBox, most: float) -> str:
-    """A curve from a task to a server, in the task's colour. most: the bytes a second of the widest one."""
-    half = n((task.bottom + server.y) / 2)
-    path = f"M{n(task.middle)} {n(task.bottom)} C{n(task.middle)} {half} {n(server.middle)} {half}"
-    rates = ((rate, words) for name, rate, words in task.member.links if name == server.member.name)
+def _edge(task: _MemberBox, other: _MemberBox, most: float) -> str:
+    """A curve from a task to a server, or below both to another task, in the task's colour. most: the bytes a second of
+    the widest one.
+    """
+    end = other.y if other.y > task.y else other.bottom
+    half = n((task.bottom + end) / 2 if other.y > task.y else max(task.bottom, end) + DIP)
+    path = f"M{n(task.middle)} {n(task.bottom)} C{n(task.middle)} {half} {n(other.middle)} {half}"
+    rates = ((rate, words) for name, rate, words in task.member.links if name == other.member.name)
     rate, words = next(rates, (0.0, ""))
     wide = 1 + (WIDEST - 1) * rate / most if rate else 1.0
-    whole = f"{task.member.name} and {server.member.name}: {words or 'nothing travels now'}"
+    whole = f"{task.member.name} and {other.member.name}: {words or 'nothing travels now'}"
     return (
-        f'<path d="{path} {n(server.middle)} {n(server.y)}" fill="none" stroke="{task.colour}" stroke-opacity="0.8" '
+        f'<path d="{path} {n(other.middle)} {n(end)}" fill="none" stroke="{task.colour}" stroke-opacity="0.8" '
         f'stroke-width="{n(wide)}"><title>{xml(whole)}</title></path>'
     )
 

@@ -324,7 +324,7 @@ class Engine:
 
     async def task_facts(self, seconds: float) -> dict[str, dict[str, Any]]:
         """Facts of each live task, by its name, received within ``seconds``: the ``code`` that it ran last with the
-        reason, and its ``traffic``, bytes by the address of a server's worker.
+        reason, its ``traffic``, bytes by the address of a server's worker, and the same as ``posted`` to other tasks.
         """
         live = [member for member in self.tasks if member.is_there]
         end = time.monotonic() + seconds

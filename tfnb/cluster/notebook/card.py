@@ -26,7 +26,7 @@ class CardRow:
     traffic: str = ""  # bytes a second of a server
     lines: tuple[str, ...] = ()  # the work of a task in few words, for its box
     busy: float | None = None  # the share of the time that a task computes
-    links: tuple[tuple[str, float, str], ...] = ()  # of a task: server, bytes a second, and the same in words
+    links: tuple[tuple[str, float, str], ...] = ()  # of a task: other end, bytes a second, and in words
     queues: tuple[tuple[str, int, int | None], ...] = ()  # of a server: name, elements, capacity
 
 

@@ -38,7 +38,7 @@ class Overview:
         self._moved: tuple[float, Counter[tuple[str, str]]] = (time.monotonic(), Counter())  # by server and lane
         self._rates: Mapping[str, float] = {}
         self._traffic: Mapping[str, float] = {}  # bytes a second of each server, by name
-        self._exchanged = Counter[tuple[str, str]]()  # bytes by task and server
+        self._exchanged = Counter[tuple[str, str]]()  # bytes by both ends
         self._links: Mapping[tuple[str, str], float] = {}  # bytes a second of the same
         self._stepped: tuple[float, int] = (time.monotonic(), engine.step)
         self.rate = 0.0  # steps a second
@@ -71,11 +71,20 @@ class Overview:
         self._traffic, self._links, self.rate = {}, {}, 0.0
 
     def _exchanges(self) -> Counter[tuple[str, str]]:
-        """Bytes exchanged on direct streams, by task and server; a server's successor is at another address."""
-        names = {server.peer.addr: server.name for server in self._engine.servers}
+        """Bytes exchanged on direct connections, by task and server, and by two tasks in the order of their names.
+
+        The successor of a lost one is at another address.
+        """
+        servers, tasks = (
+            {member.peer.addr: member.name for member in members}
+            for members in (self._engine.servers, self._engine.places.values())
+        )
         found = Counter[tuple[str, str]]()
         for task, facts in self._facts.items():
-            found.update({(task, names[addr]): count for addr, count in facts["traffic"].items() if addr in names})
+            found.update({(task, servers[addr]): count for addr, count in facts["traffic"].items() if addr in servers})
+            for addr, count in facts["posted"].items():
+                if addr in tasks:
+                    found[min(task, tasks[addr]), max(task, tasks[addr])] += count
         return found
 
     def _moves(self) -> Counter[tuple[str, str]]:

@@ -406,10 +406,13 @@ class ClusterTask:
         return Ok({"waits": who_waits(list(WAITS.runners), self.queues.all)})
 
     async def _facts(self, request: Request) -> Answer:
-        """The code of the plan that was used last, and why, empty if none ran; bytes exchanged with each server."""
+        """The code of the plan that was used last, and why, empty if none ran; bytes exchanged with each server, and
+        posted to each task.
+        """
         program = next(reversed(self.plans.values()), None)
         return Ok({
             "code": "" if program is None else program.code.tiers.code(), "traffic": dict(self.streams.traffic),
+            "posted": dict(self.exchange.traffic),
         })  # fmt: skip
 
     async def _forget(self, request: Request) -> Answer:

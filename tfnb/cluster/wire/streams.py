@@ -494,7 +494,8 @@ class Streams:
         for peer, stream in streams.items():
             mine = asks[peer]
             one = message(mine)
-            seconds = allowance(one.method, envelope.size(one.tensors))
+            nbytes = envelope.size(one.tensors)
+            seconds = allowance(one.method, nbytes)
             until = time.monotonic() + seconds
             try:
                 request = write_request(
@@ -506,7 +507,7 @@ class Streams:
                 continue
             end = stream.send(request, until)
             if end is None:
-                self.traffic[peer.addr] += envelope.size(one.tensors)
+                self.traffic[peer.addr] += nbytes
                 waiting[peer] = stream, until
             else:
                 found[peer] = [end] * len(mine)
