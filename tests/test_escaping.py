@@ -175,6 +175,12 @@ SHOWN_BY_OTHERS = {
     "tfnb.cluster.notebook.card": "Status", "tfnb.fitting.comparing": "Comparison", "tfnb.doctor": "DoctorReport",
     "tfnb.fitting.fit_loop": "RunResult", "tfnb.fitting.background": "RunHandle", "tfnb.watching": "Watch",
     "tfnb.magics.text_table": "Table",
+    **dict.fromkeys((
+        "tfnb.graph.variable.Variable", "tfnb.graph.spec.Spec", "tfnb.graph.queue.Queue",
+        "tfnb.session.breakpoints.BreakpointValues", "tfnb.session.session.Session",
+        "tfnb.state.checkpoint.Checkpoint", "tfnb.recording.values.tensor.Tensor",
+        "tfnb.recording.values.tensor.Operation",
+    ), "tfnb.view.reprs"),
 }  # fmt: skip
 """Parts of the producers above, and what hands on what they make, with where that is looked at."""
 

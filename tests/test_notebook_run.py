@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from tfnb.__main__ import main
 from tfnb.errors import InvalidArgument
-from tfnb.notebook_run import NotebookRun, Progress, Terminal, assigned_names, parameter, with_parameters
+from tfnb.notebook_run import NotebookRun, ProgressLines, Terminal, assigned_names, parameter, with_parameters
 
 ROOT = Path(__file__).parent.parent
 
@@ -247,7 +247,7 @@ def test_names_of_a_parameters_cell() -> None:
 
 @given(st.floats(0, 1e5), st.integers(1, 200))
 def test_a_log_gets_few_lines_of_progress(seconds: float, cells: int) -> None:
-    progress = Progress(cells, 0.0)
+    progress = ProgressLines(cells, 0.0)
     lines = []
     for tick in range(int(min(seconds, 3000) * 4)):
         progress.begin(1 + tick % cells, tick / 4)

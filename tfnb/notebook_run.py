@@ -1,8 +1,8 @@
 """``tfnb run``: a notebook from the shell, cell by cell, in a kernel of its own.
 
 `NotebookRun` executes the cells by nbclient and writes the executed notebook after each of them. `with_parameters` is
-papermill's convention for parameters, `Progress` says when a line of progress is due. May import `tfnb.errors` only;
-nbclient, of the extra ``run``, is loaded when a notebook runs.
+papermill's convention for parameters, `ProgressLines` says when a line of progress is due. May import `tfnb.errors`
+only; nbclient, of the extra ``run``, is loaded when a notebook runs.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ def _tags(cell: Any) -> Sequence[str]:
 # -- progress -----------------------------------------------------------------------------------------------------
 
 
-class Progress:
+class ProgressLines:
     """Says when a line of progress is due: never in the first two seconds, then ever more rarely in a log.
 
     every: seconds between two lines; without it they double, up to a minute.
 
-    >>> progress = Progress(12, now=0.0)
+    >>> progress = ProgressLines(12, now=0.0)
     >>> progress.begin(3, now=1.0)
     >>> [second for second in range(300) if progress.line(second)]
     [2, 4, 8, 16, 32, 64, 124, 184, 244]
@@ -185,7 +185,7 @@ class Terminal:
 
 
 @dataclass(frozen=True)
-class Failure:
+class CellFailure:
     """How a cell failed or was stopped: ``, line 4``, the error in a line or more, and its traceback as text."""
 
     line: str
@@ -219,7 +219,7 @@ class NotebookRun:
         self._terminal = Terminal(sys.stderr if stream is None else stream)
         self._numbers = _clear(self.notebook)  # of cells with code, by their index
         every = 0.5 if self._terminal.rewrites else None
-        self._progress = Progress(len(self._numbers), time.monotonic(), every)
+        self._progress = ProgressLines(len(self._numbers), time.monotonic(), every)
         self._signals = 0
         self._is_deaf = False  # the kernel was interrupted, and did not answer
         self._stopped = asyncio.Event()
@@ -286,11 +286,11 @@ class NotebookRun:
             return FAILED, f"{self.out} is complete, but closing the cluster failed: {failure.error}"
         return FINISHED, f"{self.out}: {len(self._numbers)} cells ran"
 
-    async def _hidden(self, code: str) -> Failure | None:
+    async def _hidden(self, code: str) -> CellFailure | None:
         """Execute a cell that is not of the notebook, and has deadlines of its own."""
         return await self._execute(self._nbformat.v4.new_code_cell(code), is_counted=False)
 
-    async def _execute(self, cell: Any, *, is_counted: bool = True) -> Failure | None:
+    async def _execute(self, cell: Any, *, is_counted: bool = True) -> CellFailure | None:
         """Execute a cell, until it ends, is interrupted, or its time is over."""
         self._steps.cells.append(cell)
         executed = self._client.async_execute_cell(cell, len(self._steps.cells) - 1, store_history=is_counted)
@@ -300,7 +300,7 @@ class NotebookRun:
         error = execution.exception()
         if error is not None:
             return _failure(cell, error)
-        return Failure("", "stopped after this cell") if self._signals else None
+        return CellFailure("", "stopped after this cell") if self._signals else None
 
     async def _ended(self, work: asyncio.Future[Any], timeout: float | None) -> bool:
         """Wait until ``work`` ends (True), or until a signal comes or the timeout is over."""
@@ -309,7 +309,7 @@ class NotebookRun:
         stopping.cancel()
         return work.done()
 
-    async def _interrupt(self, cell: Any, execution: asyncio.Future[Any]) -> Failure:
+    async def _interrupt(self, cell: Any, execution: asyncio.Future[Any]) -> CellFailure:
         """Interrupt the kernel, and wait for the cell a little, or until a second signal."""
         stopped = "stopped" if self._signals else f"stopped after {self._timeout:g} s (--timeout)"
         with suppress(RuntimeError):  # the kernel is gone
@@ -320,7 +320,7 @@ class NotebookRun:
         self._is_deaf = not execution.done()
         execution.cancel()
         await asyncio.gather(execution, return_exceptions=True)
-        return Failure(
+        return CellFailure(
             _line(cell), stopped + (", and killed: it did not end when interrupted" if self._is_deaf else "")
         )
 
@@ -388,11 +388,11 @@ def _target(cluster: str) -> int | str:
     return str(Path(cluster).absolute()) if Path(cluster).is_file() else cluster
 
 
-def _failure(cell: Any, error: Any) -> Failure:
+def _failure(cell: Any, error: Any) -> CellFailure:
     """The failure of a cell by nbclient's error."""
     if not hasattr(error, "ename"):
-        return Failure("", f"{error}. Where a process needs more memory than there is, the system kills it")
-    return Failure(_line(cell), f"{error.ename}: {error.evalue}", _traceback(cell))
+        return CellFailure("", f"{error}. Where a process needs more memory than there is, the system kills it")
+    return CellFailure(_line(cell), f"{error.ename}: {error.evalue}", _traceback(cell))
 
 
 def _line(cell: Any) -> str:
