@@ -83,6 +83,21 @@ def test_an_error_names_cell_and_line_and_keeps_what_ran(tmp_path: Path) -> None
     assert [output.output_type for output in failed.outputs] == ["stream", "error"]
 
 
+def test_the_line_is_one_of_the_cell_that_failed(tmp_path: Path) -> None:
+    path = written(tmp_path / "far.ipynb", "def f(a):\n\n\n    return a / 0", "a = 1\nf(a)")
+    done = ran(path)
+    assert done.returncode == 1 and f"{path}: cell 2 of 2, line 2: ZeroDivisionError" in done.stderr
+    assert "Cell In[1], line 4" in done.stderr
+
+
+def test_a_notebook_without_code_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "words.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("words")]), path)
+    said = io.StringIO()
+    assert NotebookRun(path, stream=said).run() == 0 and "0 cells ran" in said.getvalue()
+    assert nbformat.read(tmp_path / "words.run.ipynb", as_version=4).cells[0].source == "words"
+
+
 def test_a_kernel_that_is_killed_is_told(tmp_path: Path) -> None:
     path = written(tmp_path / "dead.ipynb", "print(1)", "import os\nos.kill(os.getpid(), 9)")
     done = ran(path)

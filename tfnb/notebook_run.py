@@ -33,7 +33,7 @@ RARELY = 60.0  # seconds between two lines of progress in a log, at most
 CONNECT = "__import__('tfnb').connect({!r});"
 CLOSE = "[each.close() for each in __import__('tfnb.cluster.connected', fromlist=['']).everyone()[::-1]];"
 
-_FRAME = re.compile(r"Cell In\[\d+\], line (\d+)")
+_FRAME = re.compile(r"Cell In\[(\d+)\], line (\d+)")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -273,6 +273,7 @@ class NotebookRun:
         await self._client.async_start_new_kernel_client()
 
     async def _run_cells(self) -> tuple[int, str]:
+        self._write()
         for index, number in self._numbers.items():
             self._progress.begin(number, time.monotonic())
             failure = await self._execute(self.notebook.cells[index])
@@ -396,8 +397,8 @@ def _failure(cell: Any, error: Any) -> CellFailure:
 
 
 def _line(cell: Any) -> str:
-    """``, line 4``: of the innermost frame that is a line of a cell."""
-    found = _FRAME.findall(_traceback(cell))
+    """``, line 4``: of the innermost frame in this cell, which may call a function of another one."""
+    found = [line for number, line in _FRAME.findall(_traceback(cell)) if number == str(cell.execution_count)]
     return f", line {found[-1]}" if found else ""
 
 
