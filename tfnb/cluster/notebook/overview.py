@@ -62,7 +62,7 @@ class Overview:
             self._links = {link: max(0, more) / (now - before) for link, more in grown.items()}
             self._exchanged = exchanged
             if now - before > MOST:
-                self.rate, self._traffic, self._links = 0.0, {}, {}
+                self.rate, self._traffic, self._links = 0.0, {}, dict.fromkeys(exchanged, 0.0)
             self._moved = (now, moved)
 
     def forget(self) -> None:
