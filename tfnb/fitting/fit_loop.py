@@ -634,6 +634,8 @@ class _Run:
         __tracebackhide__ = True
         self._read()
         self._say_who_came()
+        if self.cluster is not None:
+            self.cluster.curve = self._metrics.curve()
         if seconds >= self._shown_after:
             code = "; ".join(filter(None, [self.code(), self.memory]))
             if code and code != self._said:
@@ -687,6 +689,8 @@ class _Run:
         return result
 
     def _finish(self, text: str) -> None:
+        if self.cluster is not None:
+            self.cluster.curve = self._metrics.curve()
         self._front.finish(text, self._means, self._metrics.curve)
 
     def stopped(self) -> str:
