@@ -33,7 +33,7 @@ SHOWN = (
     "tfnb.fitting.comparing.Comparison", "tfnb.state.checkpoint.Checkpoint",
 )  # fmt: skip
 
-PICTURES = ("tfnb.graph.graph.Graph",)  # those of them that have an SVG, too
+PICTURES = ("tfnb.graph.graph.Graph", "tfnb.execution.tracing.trace.Trace")  # those of them that have an SVG, too
 
 # What is shown without frames of tfnb. OSError: a file that the user named, a connection.
 SHORT = (TfnbError, KeyboardInterrupt, OSError)

@@ -1,14 +1,20 @@
-"""Live drawings of graphs: connects the widget, independent of graphs, to the view and the session."""
+"""The live view of `%tfgraph --live` and `%tfcluster --live`: the connected cluster, and the drawing of a graph.
+
+Connects displays and widgets, which know no graph and no cluster, to the view and the session.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import tfnb
 from tfnb.magics.watch import BY_TEXT
+from tfnb.widgets.curve import curves
 from tfnb.widgets.graph_widget import GraphWidget
+from tfnb.widgets.live_plot import LivePlot
 
 
 class LiveDrawing:
@@ -44,6 +50,11 @@ class LiveDrawing:
             self.shown = trace
             self.show(trace)
 
+    def glow(self, busy: Mapping[str, float]) -> None:
+        """Let boxes glow by their places. busy: the share of the time that each place computes."""
+        colours = {} if self.drawing.sites is None else self.drawing.sites.colours
+        self.widget.glow = {colour: busy[str(place)] for place, colour in colours.items() if str(place) in busy}
+
     def with_run(self) -> LiveDrawing:
         """Itself, with the last traced run if its fetches are still in the graph."""
         if _is_trace(self.shown) and self.shown.fetched <= self.graph.contents.by_id.keys():
@@ -61,11 +72,29 @@ class LiveDrawing:
 
 
 class Lives:
-    """The live drawings of a notebook: one for each cell and graph."""
+    """The live drawings of a notebook, one for each cell and graph, and one display for each connected cluster."""
 
     def __init__(self) -> None:
         self._of: dict[Any, LiveDrawing] = {}
         self._serial = itertools.count()
+        self._plots: WeakKeyDictionary[Any, LivePlot] = WeakKeyDictionary()  # by cluster
+
+    def follow_cluster(self, cluster: Any) -> None:
+        """Show a cluster in this cell, renewed twice a second; where it was shown before the state of now stays."""
+        if cluster is None:
+            return
+        before, now = self._plots.get(cluster), cluster.status()
+        self._plots[cluster] = LivePlot(cluster_html(now), str(now))
+        if before is None:
+            cluster.follow(lambda status: self._renew(cluster, status))
+        else:
+            before.show(cluster_html(now), str(now))
+
+    def _renew(self, cluster: Any, status: Any) -> None:
+        self._plots[cluster].show(cluster_html(status), str(status))
+        busy = {row.name: row.busy for row in status.rows if row.busy is not None}
+        for live in tuple(self._of.values()):
+            live.glow(busy)
 
     def make(
         self, graph: tfnb.Graph, cell: str | None = None, owner: str = BY_TEXT, badges: Mapping[int, str] | None = None
@@ -81,6 +110,13 @@ class Lives:
         """After a cell: show its traced run, if any."""
         for live in tuple(self._of.values()):
             live.follow()
+
+
+def cluster_html(status: Any) -> str:
+    """The card of a cluster, with the curves of its training and the watched values of all graphs."""
+    watches = (graph.attached.get("watch") for graph in tfnb.graphs().values())
+    watched = "".join(watch._repr_html_() for watch in watches if watch is not None)
+    return status.live_html(curves(status.curve) + watched)
 
 
 def _is_trace(found: object) -> bool:

@@ -70,7 +70,7 @@ class TfnbMagics(RunMagics):
         argument("--append", action="store_true", help="keep the nodes of earlier runs of this cell"),
         argument("--show", action="store_true", default=None, help="draw the cell's part of the graph (default)"),
         argument("--no-show", action="store_false", dest="show", help="do not draw"),
-        argument("--live", action="store_true", help="draw a live widget too: it fetches values and shows traced runs"),
+        argument("--live", action="store_true", help="the live view: values on a click, and the connected cluster"),
         argument("--yes", action="store_true", help="with clear: drop the nodes without asking"),
     )  # fmt: skip
     def tfgraph(self, line: str, cell: str | None = None) -> Any:
@@ -191,8 +191,18 @@ class TfnbMagics(RunMagics):
             return
         badges = found.badges if found is not None else {}
         self.watch.show(self._plain(tfnb.view.graph_bundle(graph, cell=cell, badges=badges)))
-        if getattr(options, "live", False) or self.display == "live":
+        is_asked = getattr(options, "live", False)
+        if is_asked:  # a setting for all cells leaves the cluster's view where it is
+            self.lives.follow_cluster(tfnb.session.connected())
+        if is_asked or self.display == "live":
             self.watch.show(_bundle(self.lives.make(graph, cell, self.watch.owner(""), badges).widget))
+
+    def _live(self, graph: tfnb.Graph, options: Namespace) -> Any:
+        """Open the live view in this cell: the connected cluster, and the drawing of a graph. Returns its widget."""
+        self.lives.follow_cluster(tfnb.session.connected())
+        if not options.quiet:  # what a saved notebook shows; the widget below hides it
+            display(self._plain(tfnb.view.graph_bundle(graph)), raw=True)
+        return self.lives.make(graph).with_run().widget
 
     def _draw_failed(self, graph: object, cell: str | None, node: object, options: Namespace) -> None:
         """Show the nodes recorded until an op failed, the op in red; below the error."""
@@ -233,9 +243,7 @@ class TfnbMagics(RunMagics):
                 self.watch.show({"text/plain": f"{why}: nothing is recorded again"})
             return self._refresh(graph)
         elif options.live:
-            if not options.quiet:  # what a saved notebook shows; the widget below hides it
-                display(self._plain(tfnb.view.graph_bundle(graph)), raw=True)
-            return self._out(options, self.lives.make(graph).with_run().widget)
+            return self._out(options, self._live(graph, options))
         return self._out(options, None if verb == "rm" else graph)
 
     def _stick(self, name: str | None, verb: str) -> None:
@@ -544,7 +552,7 @@ class TfnbMagics(RunMagics):
         argument("--threads", type=int, metavar="N", help="of each worker that is started here (1)"),
         argument("--memory", metavar="SIZE", help="the limit of each worker that is started here, such as 2GB"),
         argument("--dashboard", action="store_true", help="Dask's dashboard for a cluster that is started here"),
-        argument("--live", action="store_true", help="a card that is renewed twice a second while it is connected"),
+        argument("--live", action="store_true", help="the live view: the cluster, renewed in place, and the drawing"),
         argument("--close", action="store_true", help="bring the values home and leave"),
     )  # fmt: skip
     def tfcluster(self, line: str, cell: str | None = None) -> Any:
@@ -568,10 +576,10 @@ class TfnbMagics(RunMagics):
                 resources=dict(map(_resource, options.resource)), insecure=options.insecure,
                 timeout=options.timeout, threads=options.threads, memory=options.memory, dashboard=options.dashboard,
             )  # fmt: skip
-        if options.live:
-            now = cluster.status()
-            plot = tfnb.widgets.LivePlot(now.live_html(), str(now))
-            cluster.follow(lambda status: plot.show(status.live_html(), str(status)))
+        if options.live and tfnb.graphs():
+            self.watch.show(_bundle(self._live(self._graph(options.graph), options)))
+        elif options.live:
+            self.lives.follow_cluster(cluster)
         return self._out(Namespace(**{**vars(options), "quiet": options.quiet or options.live}), cluster)
 
     def _target(self, word: str | None) -> Any:

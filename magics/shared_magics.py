@@ -90,17 +90,7 @@ class SharedMagics(Magics):
 
     def html(self, shown: Any) -> str | None:
         """The HTML of one of tfnb's objects; none where ``%config TfnbMagics.repr = 'text'`` is set."""
-        if self.repr != "html":
-            return None
-        cards = {
-            tfnb.Tensor: tfnb.view.tensor_html, tfnb.Variable: tfnb.view.variable_html, tfnb.Spec: tfnb.view.spec_html,
-            tfnb.Operation: tfnb.view.operation_html, tfnb.Session: tfnb.view.session_html,
-            tfnb.view.reprs.Queue: tfnb.view.queue_html,
-            tfnb.session.breakpoints.BreakpointValues: tfnb.view.values_html,
-            tfnb.state.checkpoint.Checkpoint: tfnb.view.checkpoint_html,
-        }  # fmt: skip
-        card = next((card for kind, card in cards.items() if isinstance(shown, kind)), None)
-        return shown._repr_html_() if card is None else card(shown)
+        return shown._repr_html_() if self.repr == "html" else None
 
     def svg(self, shown: Any) -> str | None:
         """The picture of a graph, for front ends that sanitize HTML; None as for `html`."""

@@ -52,6 +52,7 @@ ABOUT = {
     "selection": "",
     "signal_handlers": "interrupts recording execution",
     "step": "session",
+    "stored_outputs": "magics view widgets",
     "value_cache": "session",
     "wrong_arguments": "errors graph session fitting",
 }

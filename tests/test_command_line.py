@@ -31,7 +31,7 @@ def test_help_lists_the_commands(capsys):
         main(["--help"])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("lab", "doctor", "cache", "demo"))
+    assert all(word in printed for word in ("lab", "run", "doctor", "cache", "demo"))
 
 
 def test_unknown_command_is_refused(capsys):

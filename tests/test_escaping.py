@@ -122,7 +122,9 @@ class NamedPlan(SimpleNamespace):
 
 PRODUCERS: dict[str, Callable[[str], str]] = {
     "tfnb.graph.graph.Graph": lambda text: graph(text)._repr_html_(),
-    "tfnb.graph.difference.Difference": lambda text: graph(text).diff(graph("b"))._repr_html_(),
+    "tfnb.graph.difference.Difference": lambda text: "".join([
+        graph(text).diff(graph("b"))._repr_html_(), graph(text).diff(graph("b"))._repr_svg_(),
+    ]),
     "tfnb.doctor.DoctorReport": lambda text: DoctorReport((Finding(text, text),))._repr_html_(),
     "tfnb.cluster.notebook.card.Status": lambda text: status(text)._repr_html_(),
     "tfnb.cluster.notebook.card.Status, live": lambda text: status(text).live_html(),
@@ -133,14 +135,14 @@ PRODUCERS: dict[str, Callable[[str], str]] = {
     "tfnb.fitting.comparing.Comparison": lambda text: compared(text)._repr_html_(),
     "tfnb.fitting.comparing.Comparisons": lambda text: comparing.Comparisons({text: compared(text)})._repr_html_(),
     "tfnb.watching.Watch": lambda text: watched(text)._repr_html_(),
-    "tfnb.passes.pipeline.Passes": lambda text: passed(text)._repr_html_(),
+    "tfnb.passes.pipeline.Passes": lambda text: passed(text)._repr_html_() + passed(text)._repr_svg_(),
     "tfnb.passes.flow.reasons.StepParts": lambda text: placed(text)._repr_html_(),
     "tfnb.placement.stages.StagedStep": lambda text: staged(text)._repr_html_(),
     "tfnb.magics.text_table.Table": lambda text: text_table.Table((text,), [(text,)])._repr_html_(),
     "tfnb.widgets.progress": paneled,
     "tfnb.widgets.curve": lambda text: "".join([
         curve.svg(text, CURVE), curve.bands(text, {text: [(1, 2, 0.1), (2, 1, 0.1)]}), curve.bars(text, [1, 2], 0, 1),
-        curve.table([(text, text, "")]),
+        curve.table([(text, text, "")]), curve.curves([{"step": 1, text: 1.0}, {"step": 2, text: 2.0}]),
     ]),
     "tfnb.view.pack_lanes": lambda text: view.plan_html(packed(text)),
     "tfnb.execution.pack_step.PackPlan": lambda text: PackPlan._repr_html_(packed(text)),
@@ -149,7 +151,12 @@ PRODUCERS: dict[str, Callable[[str], str]] = {
     )._repr_mimebundle_()["text/html"],
     "tfnb.view.export": lambda text: "".join([view.graph_html(graph(text)), view.graph_svg(graph(text))]),
     "tfnb.view.cluster_picture": lambda text: view.cluster_svg(
-        [card.CardRow(name, "", text, "", "", ((text, text),), text) for name in (text, "ps:0")]
+        [
+            card.CardRow(
+                name, "", text, "", "", ((text, text),), text, (text,), 0.5, (("ps:0", 1, text),), ((text, 1, 2),)
+            )
+            for name in (text, "ps:0")
+        ]
     ),
     "tfnb.view.reprs": lambda text: "".join([
         view.variable_html(Variable(torch.zeros(1), name=text)),
@@ -168,6 +175,12 @@ SHOWN_BY_OTHERS = {
     "tfnb.cluster.notebook.card": "Status", "tfnb.fitting.comparing": "Comparison", "tfnb.doctor": "DoctorReport",
     "tfnb.fitting.fit_loop": "RunResult", "tfnb.fitting.background": "RunHandle", "tfnb.watching": "Watch",
     "tfnb.magics.text_table": "Table",
+    **dict.fromkeys((
+        "tfnb.graph.variable.Variable", "tfnb.graph.spec.Spec", "tfnb.graph.queue.Queue",
+        "tfnb.session.breakpoints.BreakpointValues", "tfnb.session.session.Session",
+        "tfnb.state.checkpoint.Checkpoint", "tfnb.recording.values.tensor.Tensor",
+        "tfnb.recording.values.tensor.Operation",
+    ), "tfnb.view.reprs"),
 }  # fmt: skip
 """Parts of the producers above, and what hands on what they make, with where that is looked at."""
 

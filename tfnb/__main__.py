@@ -1,9 +1,10 @@
-"""The command line: ``tfnb lab``, ``tfnb doctor``, ``tfnb cache``, ``tfnb demo``. Its output is the terminal."""
+"""The command line: ``tfnb lab``, ``run``, ``doctor``, ``cache`` and ``demo``. Its output is the terminal."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -20,6 +21,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "lab", help=f"open JupyterLab on the quickstart, with {COPIES}/ made here; takes its options too"
     )
     lab.set_defaults(run=_lab)
+    run = commands.add_parser("run", help="run a notebook here, cell by cell, and keep its outputs")
+    run.add_argument("notebook", type=Path)
+    run.add_argument("--cluster", metavar="ADDRESS", help="connect to it first; 4: to so many tasks in processes here")
+    run.add_argument(
+        "-p", nargs=2, action="append", default=[], dest="parameters", metavar=("NAME", "VALUE"),
+        help="a value for a name of the cell tagged parameters",
+    )  # fmt: skip
+    run._negative_number_matcher = re.compile(r"-\.?\d")  # `-p lr -1e-3`: argparse takes it for an option before 3.14
+    run.add_argument("-o", type=Path, dest="out", metavar="OUT.ipynb", help="the executed notebook (NAME.run.ipynb)")
+    run.add_argument("--timeout", type=float, metavar="S", help="seconds that a cell may take")
+    run.set_defaults(run=_run)
     doctor = commands.add_parser("doctor", help="say what works here, within 10 seconds")
     doctor.add_argument("address", nargs="?", help="of a Dask scheduler to ask; else a cluster is started here")
     doctor.add_argument("--seconds", type=float, default=9.0, help="time for all checks (9)")
@@ -46,6 +58,19 @@ def _lab(options: argparse.Namespace) -> int:
     notebook = import_module("tfnb.tutorials").opened(COPIES)
     print(f"opening {notebook}")
     return start([str(notebook), *options.further]) or 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    runs = import_module("tfnb.notebook_run")
+    try:
+        parameters = {name: runs.parameter(value) for name, value in options.parameters}
+        run = runs.NotebookRun(
+            options.notebook, options.out, cluster=options.cluster, parameters=parameters, timeout=options.timeout
+        )
+    except (runs.InvalidArgument, runs.Unavailable) as error:
+        print(error, file=sys.stderr)
+        return runs.NOT_BEGUN
+    return run.run()
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ Imports nothing of tfnb.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -274,8 +275,9 @@ def name_cells(by: Callable[[str], str | None]) -> Callable[[], None]:
 def file_label(filename: str) -> str:
     """The label of a file in messages.
 
-    >>> file_label("/home/me/train.py")
-    'train.py'
+    >>> file_label("/home/me/train.py"), file_label("/tmp/marimo_7/__marimo__cell_Hbol_.py")
+    ('train.py', 'cell Hbol')
     """
     known = next((label for by in _names if (label := by(filename))), None)
-    return known or filename.replace("\\", "/").rpartition("/")[2]
+    name = filename.replace("\\", "/").rpartition("/")[2]
+    return known or re.sub(r"^__marimo__cell_(\w+?)_(\.py)?$", r"cell \1", name)

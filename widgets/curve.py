@@ -121,6 +121,19 @@ def table(rows: Iterable[tuple[str, str, str]]) -> str:
     return f'<table style="border-collapse:collapse;{FONT}">{drawn}</table>' if drawn else ""
 
 
+def curves(points: Sequence[Mapping[str, float]]) -> str:
+    """The last values of all metrics and their curves, as HTML; each point has its ``step``.
+
+    >>> curves([]), curves([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]).count("<polyline")
+    ('', 1)
+    """
+    names = [name for name in (points[-1] if points else {}) if name not in ("step", "epoch")]
+    return table(
+        (name, number(points[-1][name]), svg(name, [(int(point["step"]), point[name]) for point in points]))
+        for name in names
+    )
+
+
 def number(value: object) -> str:
     """A float in at most four digits; other values unchanged.
 

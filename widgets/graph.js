@@ -35,6 +35,16 @@ function render({ model, el }) {
     const below = timeline && tfnbBelow(timeline);
     if (below) { root.appendChild(below); tfnbTimeline(root, drawing, sliders); }
     if (left) drawing.resume(left);
+    glow();
+  }
+  function glow() {  // a site says by its colour where a box is done
+    const shares = model.get("glow") || {};
+    for (const stripe of el.querySelectorAll("svg rect.site")) {
+      const share = shares[stripe.getAttribute("fill")] || 0;
+      stripe.style.stroke = share ? stripe.getAttribute("fill") : "";
+      stripe.style.strokeOpacity = 0.45;
+      stripe.style.strokeWidth = `${7 * Math.min(1, share)}px`;
+    }
   }
   function stop() {
     drawing?.stop();
@@ -87,7 +97,7 @@ function render({ model, el }) {
     }
   }
   const listeners = {
-    "msg:custom": heard, "change:picture": build, "change:chosen": () => sliders?.set(model.get("chosen")),
+    "msg:custom": heard, "change:picture": build, "change:glow": glow, "change:chosen": () => sliders?.set(model.get("chosen")),
   };
   build();
   for (const [kind, call] of Object.entries(listeners)) model.on(kind, call);

@@ -33,7 +33,7 @@ class GraphWidget(anywidget.AnyWidget):
     gives ``{"preview": str}`` and where there are many numbers a ``histogram``: ``counts``, ``low``, ``high``;
     on_face(key of a box, unfolded) gives SVG, on_layout(keys of the unfolded boxes) the whole drawing. ``selection`` is
     the name of the node that was clicked, ``chosen`` the iteration of each loop, or None for all of them: all views of
-    the widget share both.
+    the widget share both. ``glow``: how strongly the stripes of a colour (``#rrggbb``) glow, from 0 to 1.
     """
 
     _esm = _text("markup.js", "panel.js", "drawing.js", "loop_sliders.js", "timeline.js", "graph.js")
@@ -43,6 +43,7 @@ class GraphWidget(anywidget.AnyWidget):
     twin = traitlets.Unicode().tag(sync=True)
     selection = traitlets.Unicode().tag(sync=True)
     chosen: traitlets.List[int | None] = traitlets.List().tag(sync=True)
+    glow: traitlets.Dict[str, float] = traitlets.Dict().tag(sync=True)
 
     def __init__(
         self, picture: Mapping[str, Any], *, twin: str = "", text: str = "",

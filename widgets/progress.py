@@ -12,7 +12,7 @@ from typing import Any, Protocol, TextIO
 
 import ipywidgets
 from IPython import get_ipython
-from IPython.display import HTML, display
+from IPython.display import display
 
 from tfnb.escaping import xml
 from tfnb.widgets import curve as chart
@@ -92,7 +92,10 @@ class _Front(Protocol):
 
 
 class _Notebook:
-    """A live widget during the run; at the end the same display holds plain HTML."""
+    """A live widget during the run; at the end the same display holds plain HTML.
+
+    Its text is a line, for logs and for front ends without HTML.
+    """
 
     def __init__(self, panel: ProgressPanel) -> None:
         known = panel.total or 1
@@ -103,18 +106,21 @@ class _Notebook:
 
     def show(self, panel: ProgressPanel) -> None:
         if self._place is None:
-            self._place = display(self._box, display_id=True)
+            made: Any = self._box._repr_mimebundle_()
+            shown = {**made, "text/plain": panel.line(panel.status())}
+            self._place = display(shown, raw=True, display_id=True)
         self._bar.value = min(panel.step, self._bar.max) if panel.total else 0
         self._bar.bar_style = "" if panel.total else "info"
         self._status.value = xml(panel.status())
         self._table.value = panel.table()
 
     def finish(self, panel: ProgressPanel, text: str) -> None:
-        final = HTML(f'<div style="{FONT};padding:4px 0">{xml(text)}</div>{panel.table()}')
+        html = f'<div style="{FONT};padding:4px 0">{xml(text)}</div>{panel.table()}'
+        final = {"text/html": html, "text/plain": panel.line(text)}
         if self._place is None:
-            display(final)
+            display(final, raw=True)
         else:
-            self._place.update(final)
+            self._place.update(final, raw=True)
         for widget in (self._box, *self._box.children[0].children, *self._box.children, self._bar):
             widget.close()
 

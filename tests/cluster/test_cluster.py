@@ -396,6 +396,18 @@ def test_c76_status_says_the_same_as_text_and_as_html(connect, problem):
     assert cluster._repr_html_().startswith("<div")
 
 
+def test_the_card_has_how_full_the_queues_of_a_server_are(connect):
+    bounded = tfnb.FIFOQueue(8, torch.float32, (), name="bounded")
+    endless = tfnb.FIFOQueue(-1, torch.float32, (), name="endless")
+    bounded.enqueue(1.0)
+    cluster = connect(1)
+    bounded.enqueue(2.0)
+    endless.enqueue(3.0)
+    queues = [queue for row in cluster.status().rows for queue in row.queues]
+    assert sorted(queues) == [("bounded", 2, 8), ("endless", 1, None)]
+    assert "queue bounded 2 of 8" in cluster._repr_html_()
+
+
 def test_a_card_is_told_memory_lanes_and_steps_while_a_training_runs_and_its_end(connect, problem):
     p, seen = problem(), []
     cluster = connect(2)
@@ -578,3 +590,19 @@ def test_a_graph_with_loops_and_branches_trains_there_as_it_does_here(connect):
     assert close_to(found, expected)
     for mine, theirs in zip(there.history, here.history, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_the_bytes_that_tasks_post_to_each_other_are_counted_for_each_pair(connect):
+    cluster = connect(2)
+    with tfnb.record("pair"):
+        with tfnb.device("task:0"):
+            x = tfnb.placeholder(torch.ones(8, 16), name="x")
+            h = x.exp()
+        with tfnb.device("task:1"):
+            y = h.sum()
+    for _ in range(5):
+        tfnb.run(y, {x: torch.zeros(8, 16)})
+    first = cluster.status().rows[0]
+    assert cluster._overview._exchanges()["task:0", "task:1"] == 5 * 8 * 16 * 4
+    assert "task:1" in {name for name, _, _ in first.links}
+    assert "task:0 and task:1: " in cluster._repr_html_()

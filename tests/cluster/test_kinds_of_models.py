@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,7 +29,7 @@ class Kind(NamedTuple):
     state: Callable[[], list[torch.Tensor]]
     seen: tuple[Any, ...] = ()
     is_divided: bool = True  # what two tasks compute of halves is what one computes of the whole
-    said: str = ""  # else, if something other than random numbers makes the difference
+    said: str = ""  # if something other than random numbers would make a difference
 
 
 def _state(*parts: Any) -> Callable[[], list[torch.Tensor]]:
@@ -114,7 +115,7 @@ def branching() -> Kind:
         error = model(x) - y
         loss = tfnb.cond(data_mean(x) > 0, lambda: error.square().mean(), lambda: error.abs().mean() * 2)
         train = tfnb.train.Adam(1e-2).minimize(loss)
-    return Kind(train, loss, {x: data, y: labels}, _state(model), is_divided=False, said="is no mean over rows")
+    return Kind(train, loss, {x: data, y: labels}, _state(model), said="is no mean over rows")
 
 
 def data_mean(x: Any) -> Any:
@@ -184,9 +185,9 @@ def by_runs(kind: Kind) -> Trained:
     return Trained(losses, kind.state())
 
 
-def by_fit(kind: Kind) -> Trained:
+def by_fit(kind: Kind, exact: bool | None = None) -> Trained:
     """Three passes."""
-    done = tfnb.fit(kind.train, kind.feeds, epochs=3, batch_size=BATCH, watch={"loss": kind.loss})
+    done = tfnb.fit(kind.train, kind.feeds, epochs=3, batch_size=BATCH, watch={"loss": kind.loss}, exact=exact)
     return Trained([entry["loss"] for entry in done.history], kind.state())
 
 
@@ -236,6 +237,15 @@ def test_a_sync_fit_is_bitwise_that_of_here_on_one_task_and_close_on_two(here, t
         assert all(bool(t.isfinite().all()) for t in found.state), "statistics and random numbers are of each task"
     if len(there.tasks) == 1 or model.is_divided:
         assert found.losses == pytest.approx(expected.losses, rel=1e-12)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_exact_fit_is_that_of_here_with_batch_norm_and_dropout(here, there, kind):
+    expected, found = here[kind, by_fit], pulled(there, partial(by_fit, exact=True), made(kind))
+    for a, b in zip(found.state, expected.state, strict=True):
+        assert bool(((a - b).abs() <= 1e-11 * (1.0 + b.abs())).all())
+    assert found.losses == pytest.approx(expected.losses, rel=1e-11)
 
 
 def pulled(cluster: Any, how: Callable[[Kind], Trained], kind: Kind) -> Trained:

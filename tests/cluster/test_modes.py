@@ -357,3 +357,10 @@ def test_the_card_tells_the_steps_of_each_task_and_how_old_its_gradients_are(con
     held = {name for row in status.rows for name, _ in row.holds}
     assert {"0.weight", "2.bias"} <= held and all(name in status.live_html() for name in held)
     assert "epoch" not in status.live_html() and "lanes" not in status.live_html()
+    exchanged = cluster._overview._exchanges()
+    servers = {server.name for server in cluster._engine.servers}
+    assert {*exchanged} == {(f"task:{task}", server) for task in range(tasks) for server in servers}
+    gradients = sum(v.kept.nbytes for v in p.graph.variables if v.trainable)  # pushed, and as much pulled
+    assert all(count > 0 for count in exchanged.values())
+    assert sum(exchanged.values()) >= 60 * gradients * (tasks if mode == "sync" else 1)
+    assert all({name for name, _, _ in row.links} == servers for row in status.rows[:tasks])

@@ -265,7 +265,7 @@ def test_a_watched_norm_of_averaged_gradients_hides_no_loss_that_is_no_mean():
         (grad,) = tfnb.gradients((x * w).square().mean().sqrt(), [w])
         train = tfnb.train.SGD(0.01).apply_gradients([(grad, w)])
         norm = grad.norm()
-    with pytest.warns(UserWarning, match=r"sqrt of a mean over rows.*2 microbatches divide"):
+    with pytest.warns(UserWarning, match=r"sqrt of a mean over rows.*divided over 2 microbatches"):
         tfnb.fit(train, {x: torch.randn(8, 3)}, batch_size=8, microbatches=2, watch=[norm])
 
 

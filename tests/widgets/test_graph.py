@@ -233,6 +233,24 @@ EMPTY = """<svg xmlns="http://www.w3.org/2000/svg" class="tfnb" onload="window.h
 
 
 @pytest.mark.browser
+def test_stripes_of_a_place_glow_as_its_share_says(driver: Any, tmp_path: Path) -> None:
+    with tfnb.record("placed") as graph:
+        with tfnb.device("task:0", soft=True):
+            a = tfnb.placeholder(torch.ones(4)) * 2
+        with tfnb.device("task:1", soft=True):
+            a + 1
+    page = shown(driver, tmp_path, twin=False, graph=graph)
+    colours = list(Drawing(graph).sites.colours.values())
+    stripes = "[...document.querySelectorAll(`rect.site[fill='${arguments[0]}']`)]"
+    width = f"return {stripes}.map((one) => one.style.strokeWidth)"
+    page.js("window.model.set('glow', {[arguments[0]]: 1})", colours[1])
+    assert {*page.js(width, colours[0])} == {"0px"} and {*page.js(width, colours[1])} == {"7px"}
+    page.js("window.model.set('glow', {})")
+    assert {*page.js(width, colours[1])} == {"0px"}
+    assert page.errors() == []
+
+
+@pytest.mark.browser
 def test_a_new_picture_is_shown(live: Page) -> None:
     live.js("window.model.set('picture', { svg: arguments[0] })", EMPTY)
     assert live.js("return document.querySelectorAll('#here .box').length") == 0

@@ -58,7 +58,8 @@ class Place:
     def __init__(self) -> None:
         self.updates: list[Any] = []
 
-    def update(self, shown: Any) -> None:
+    def update(self, shown: Any, raw: bool = False) -> None:
+        assert raw
         self.updates.append(shown)
 
 
@@ -68,7 +69,8 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], Place]:
     shown: list[Any] = []
     place = Place()
 
-    def display(thing: Any, display_id: bool = False) -> Place | None:
+    def display(thing: Any, raw: bool = False, display_id: bool = False) -> Place | None:
+        assert raw
         shown.append(thing)
         return place if display_id else None
 
@@ -83,7 +85,10 @@ def test_a_notebook_gets_one_display_renewed_in_place(notebook: tuple[list[Any],
     assert shown == []
     for step in (10, 20, 30):
         panel.update(step, {"loss": 1 / step}, rate=5.0, curve=FALLING)
-    (box,) = shown
+    (bundle,) = shown
+    assert bundle["text/plain"] == "digits <x>: step 10/100 · 5/s · 18 s left · loss 0.1"
+    box = panel._front._box
+    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == box.model_id
     bar, status = box.children[0].children
     assert (bar.value, bar.max) == (30, 100)
     assert status.value == "digits &lt;x&gt;: step 30/100 · 5/s · 14 s left"
@@ -91,21 +96,19 @@ def test_a_notebook_gets_one_display_renewed_in_place(notebook: tuple[list[Any],
 
 
 def test_the_final_state_is_static(notebook: tuple[list[Any], Place]) -> None:
-    shown, place = notebook
+    _, place = notebook
     panel = ProgressPanel(100, "digits")
     panel.update(50, {"loss": 0.5})
+    box = panel._front._box
     panel.finish("100 steps in 2 s", {"loss": 0.25}, FALLING)
     (final,) = place.updates
-    assert (
-        "digits: 100 steps in 2 s" in final.data
-        and "0.25" in final.data
-        and "<polyline" in final.data
-        and "<script" not in final.data
-    )
-    assert shown[0].comm is None  # the widgets are gone
+    html = final["text/html"]
+    assert "digits: 100 steps in 2 s" in html and "0.25" in html and "<polyline" in html and "<script" not in html
+    assert final["text/plain"] == "digits: 100 steps in 2 s · loss 0.25"
+    assert box.comm is None  # the widgets are gone
 
 
 def test_a_run_that_showed_nothing_still_shows_its_end(notebook: tuple[list[Any], Place]) -> None:
     shown, _ = notebook
     ProgressPanel(100, "digits").finish("done")
-    assert "digits: done" in shown[0].data
+    assert "digits: done" in shown[0]["text/html"] and shown[0]["text/plain"] == "digits: done"

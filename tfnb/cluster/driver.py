@@ -138,6 +138,7 @@ class Cluster:
         self._link = ClientLink(self.client)
         self._adapting = Adapting(self.client)
         self._followers: list[Callable[[Status], object]] = []
+        self.curve: Sequence[Mapping[str, float]] = ()  # watched values of the latest `fit`, as far as it is
         self._teller: asyncio.Task[None] | None = None
         self._recovering = threading.Lock()
         self._lost_at = 0.0  # when a server or the scheduler was lost
@@ -236,7 +237,8 @@ class Cluster:
         if dead and not engine.lost:
             notes += (f"{dead} of {len(engine.places)} compute tasks are lost; the others go on",)
         notes += tuple(engine.lines)[-SHOWN:]
-        return Status(f"Dask cluster, {state}", facts, self._overview.rows(self._variables.held), notes, details)
+        rows = self._overview.rows(self._variables.held)
+        return Status(f"Dask cluster, {state}", facts, rows, notes, details, self.curve)
 
     def follow(self, tell: Callable[[Status], object]) -> None:
         """Call ``tell`` with the status twice a second in another thread, and a last time when the cluster is closed or
@@ -345,7 +347,6 @@ class Cluster:
                         recovery = self.recover(error, budget, len(replay.applied), end)
                 except (ParameterServerLost, KeyboardInterrupt) as stopped:
                     failure = stopped
-            options["exact"] = False  # it was looked at
             yield StepGroup(0, (), kept=replay.applied, lost=recovery or failure or "beside")
         raise failure
 

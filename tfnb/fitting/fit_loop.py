@@ -200,7 +200,10 @@ def fit(
     equals the run here for a loss that is a mean or a sum over rows, or a mean over what counts of them: targets that
     are not ignored, a mask, class or sample weights, a boolean index. exact: None looks at the structure of the loss,
     compares both on at most 64 rows before the first of these trainings of a recording, and warns of a loss that is
-    none of these, such as a maximum, or terms with different divisors, with the line; False averages without a look.
+    none of these, such as a maximum, or terms with different divisors, with the line: it is trained as with True. False
+    averages without a look. True is exact for any loss, and for batch norm: the tasks sum or gather in mid-step what
+    depends on all rows, and the notebook takes one step after the other; each has the values of one machine, but for
+    the order of sums.
     What else a step writes, such as the running statistics of batch norm or the rows that ``max_norm`` scales, is what
     the first task made of its rows. ``backup`` of the tasks are spare: they compute copies of the parts of a step, of
     which the first one counts, so that no step waits for the slowest tasks; each row counts once, and dropped copies
@@ -240,7 +243,7 @@ def fit(
     """
     __tracebackhide__ = True
     how = mode_of(mode, backup, staleness, allow_plain_collectives, schedule, replicas)
-    exact, saver = exact_of(exact), saver_of(checkpoint, checkpoint_every)
+    exact, saver = exact_of(exact, how, microbatches), saver_of(checkpoint, checkpoint_every)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
         raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
     if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
@@ -638,6 +641,8 @@ class _Run:
         __tracebackhide__ = True
         self._read()
         self._say_who_came()
+        if self.cluster is not None:
+            self.cluster.curve = self._metrics.curve()
         if seconds >= self._shown_after:
             code = "; ".join(filter(None, [self.code(), self.memory]))
             if code and code != self._said:
@@ -691,6 +696,8 @@ class _Run:
         return result
 
     def _finish(self, text: str) -> None:
+        if self.cluster is not None:
+            self.cluster.curve = self._metrics.curve()
         self._front.finish(text, self._means, self._metrics.curve)
 
     def stopped(self) -> str:

@@ -134,17 +134,24 @@ def begin(session: Session, resume: object) -> int:
     return steps
 
 
-def exact_of(exact: object) -> bool | None:
-    """Validate ``exact``: whether tasks first check that averaging by rows is exact. Raises Unimplemented for True."""
-    if exact is True:
-        raise Unimplemented(
-            "exact=True, sums over tasks in mid-step, is not there yet: exact=None warns where the average of "
-            "gradients by rows is not that of the whole batch; tfnb.run(step, feeds) in a loop gives each step to one "
-            "task"
+def exact_of(exact: object, mode: Mode, microbatches: object) -> bool | None:
+    """Validate ``exact``: whether tasks sum in mid-step (True), look first whether that is needed, or neither (False).
+
+    Raises InvalidArgument for another value, and for True where rows are not divided over tasks in step.
+    """
+    if exact not in (None, True, False) or (isinstance(exact, int) and not isinstance(exact, bool)):
+        raise InvalidArgument(f"exact is None, True or False, not {exact!r}")
+    if exact is True and microbatches not in (None, 1):
+        raise InvalidArgument(
+            f"exact=True sums over tasks in mid-step, and microbatches={microbatches!r} come one after the other: each "
+            "ends before the next one begins. Leave out one of them"
         )
-    if exact is not None and exact is not False:
-        raise InvalidArgument(f"exact is None or False, not {exact!r}")
-    return exact
+    if exact is True and (mode.name != "sync" or mode.may_have_spare):
+        raise InvalidArgument(
+            f"exact=True sums over all tasks in mid-step, and with mode={mode} no task waits for the others there: use "
+            "mode='sync' without backup tasks"
+        )
+    return exact  # type: ignore[return-value]
 
 
 def division_of(microbatches: object, session: Session, mode: Mode) -> Division:
@@ -190,7 +197,7 @@ def look_at_means(
     if microbatches == 1:
         return
     step, tensors = session.step_of(fetches, dict(zip(keys, values, strict=True)))
-    known: set[Any] = step.whole.attached.setdefault("divided", set())
+    known: set[Any] = step.whole.attached.setdefault("divided by microbatches", set())
     updates = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign")
     key = updates, step.fetches, "microbatches", microbatches
     first = next(iter(batches_of(step, [(tensors, 0)])), None)

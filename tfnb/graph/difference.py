@@ -83,6 +83,11 @@ class Difference(str):
 
         return difference_html(self)
 
+    def _repr_svg_(self) -> str | None:
+        from tfnb.view import difference_svg  # listed exception, too
+
+        return difference_svg(self)
+
 
 def _same(before: Contents, after: Contents) -> dict[int, int]:
     """Match nodes by id, else by op and inputs, else by name. Nodes with different numbers of outputs never match.

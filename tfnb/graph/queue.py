@@ -67,6 +67,11 @@ class Queue:
         """Dtype and shape of each tensor that is put: of an element, or of the key and one of its parts."""
         return self.components if part is None else (self.components[0], self.components[1 + part])
 
+    def _repr_html_(self) -> str:
+        from tfnb.view import queue_html  # listed exception: a repr asks view
+
+        return queue_html(self)
+
     def __repr__(self) -> str:
         state = "not used yet" if self.machine is None else str(self.machine.level)
         return f"<{type(self).__name__} {self.name}: {state}>"

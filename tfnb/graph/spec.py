@@ -406,3 +406,8 @@ class Spec:
     def __str__(self) -> str:
         where = "" if self.device == "cpu" else f" on {self.device}"
         return f"{dtype_name(self.dtype)}{list(self.shape)}{where}"
+
+    def _repr_html_(self) -> str:
+        from tfnb.view import spec_html  # listed exception: a repr asks view
+
+        return spec_html(self)

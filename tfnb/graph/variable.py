@@ -511,6 +511,11 @@ class Variable:
     def __len__(self) -> int:
         return int(self.shape[0])
 
+    def _repr_html_(self) -> str:
+        from tfnb.view import variable_html  # listed exception: a repr asks view
+
+        return variable_html(self)
+
     def __repr__(self) -> str:
         return f"<Variable {self.name}: {self.spec}{'' if self.trainable else ', not trainable'}>"
 

@@ -77,6 +77,9 @@ class Passes:
 
         return passes_html(self)
 
+    def _repr_svg_(self) -> str | None:
+        return self.diff()._repr_svg_()
+
 
 def table(
     graph: Graph, fetches: Collection[Value], feeds: Collection[Value], sizes: Mapping[str, int] | None = None,

@@ -72,6 +72,11 @@ class BreakpointValues(dict[str, Any]):
         """Where the run stopped, and why."""
         return f"stopped at {self.at!r}{f', {self.node.source}' if self.node.source else ''}"
 
+    def _repr_html_(self) -> str:
+        from tfnb.view import values_html  # listed exception: a repr asks view
+
+        return values_html(self)
+
     def __repr__(self) -> str:
         return "\n".join(
             [self.title, *(f"  {name}  {Spec.of(value)}  {health(value)}" for name, value in self.items())]

@@ -754,6 +754,11 @@ class Session:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _repr_html_(self) -> str:
+        from tfnb.view import session_html  # listed exception: a repr asks view
+
+        return session_html(self)
+
     def __repr__(self) -> str:
         return f"<Session of {self.graph!r}{', closed' if self._steps.is_closed else ''}>"
 

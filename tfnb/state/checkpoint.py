@@ -119,6 +119,11 @@ class Checkpoint:
         found += [("queues", ", ".join(held))] if held else []
         return [*found, ("bytes", f"{self.bytes:,}"), *((name, str(spec)) for name, spec in self.specs.items())]
 
+    def _repr_html_(self) -> str:
+        from tfnb.view import checkpoint_html  # listed exception: a repr asks view
+
+        return checkpoint_html(self)
+
     def __repr__(self) -> str:
         return "\n".join([f"{self.file}: {len(self.specs)} variables", *(f"  {a}: {b}" for a, b in self.facts)])
 

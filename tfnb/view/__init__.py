@@ -4,6 +4,7 @@ from tfnb.view.cluster_picture import cluster_svg
 from tfnb.view.drawing import Drawing
 from tfnb.view.export import (
     difference_html,
+    difference_svg,
     graph_bundle,
     graph_dot,
     graph_graphml,
@@ -16,6 +17,7 @@ from tfnb.view.export import (
     stages_html,
     timeline_of,
     trace_html,
+    trace_svg,
 )
 from tfnb.view.listing import text_tree
 from tfnb.view.pack_lanes import lanes_html, plan_html
@@ -31,8 +33,8 @@ from tfnb.view.reprs import (
 )
 
 __all__ = [
-    "Drawing", "checkpoint_html", "cluster_svg", "difference_html", "graph_bundle", "graph_dot", "graph_graphml",
-    "graph_html", "graph_networkx", "graph_png", "graph_svg", "lanes_html", "operation_html", "parts_html",
-    "passes_html", "plan_html", "queue_html", "session_html", "spec_html", "stages_html", "tensor_html", "text_tree",
-    "timeline_of", "trace_html", "values_html", "variable_html",
+    "Drawing", "checkpoint_html", "cluster_svg", "difference_html", "difference_svg", "graph_bundle", "graph_dot",
+    "graph_graphml", "graph_html", "graph_networkx", "graph_png", "graph_svg", "lanes_html", "operation_html",
+    "parts_html", "passes_html", "plan_html", "queue_html", "session_html", "spec_html", "stages_html",
+    "tensor_html", "text_tree", "timeline_of", "trace_html", "trace_svg", "values_html", "variable_html",
 ]  # fmt: skip

@@ -66,9 +66,23 @@ def trace_html(trace: Any, *, by: str = "time") -> str:
     return graph_html(trace.graph, trace=trace, by=by)
 
 
+def trace_svg(trace: Any) -> str | None:
+    """The first view of `trace_html` as an SVG document; None without a layout."""
+    with suppress(LayoutFailed):
+        return Drawing(trace.graph, trace=trace, by=trace.colours).svg
+    return None
+
+
 def difference_html(difference: Difference) -> str:
     """Two graphs as one, coloured by new, gone and changed nodes."""
     return page.html(Drawing(union(difference), marks=marks(difference)), lambda: str(difference))
+
+
+def difference_svg(difference: Difference) -> str | None:
+    """The first view of `difference_html` as an SVG document; None without a layout."""
+    with suppress(LayoutFailed):
+        return Drawing(union(difference), marks=marks(difference)).svg
+    return None
 
 
 def passes_html(passes: Any) -> str:

@@ -3,15 +3,24 @@
 It runs in an environment of its own, which `make bench-ray` makes: Ray, torch and psutil, nothing of tfnb. Arguments:
 rounds, steps, names of rows (none: all). It prints milliseconds and processor milliseconds of a step, of all processes
 that it started, as one line of JSON; and the loss after 50 steps in sync, which the cluster's own must equal.
+
+The row ``kill`` is `tests.benchmarks.cluster_faults --rows 2` with actors: counters in sync, and SIGKILL of the process
+of their server in the middle. Ray starts the actor again; what it held, and from where the steps go on, are the
+program's: the server saves its counts every two seconds, as Ray's guide on fault tolerance asks for, and reads them
+again. Printed: seconds until the first new step, median and worst, and the steps that were taken again.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,6 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 
 BATCH, ROWS, TASKS, RATE = 32, 3200, 2, 0.05
+KILLED_AT, AFTER, PAUSE, SAVE_EVERY = 40, 60, 0.001, 2.0  # steps before a kill and from it on; seconds
 
 
 @ray.remote(num_cpus=0)
@@ -87,6 +97,74 @@ class Puller:
         ray.get(server.push.remote(ray.get(server.pull.remote()) * 0.5))
 
 
+@ray.remote(num_cpus=0, max_restarts=-1)
+class Counts:
+    """A count of steps, saved now and then; another process goes on from there."""
+
+    def __init__(self, file: str) -> None:
+        self.file, self.saved = Path(file), time.monotonic()
+        self.parts, self.steps = 0, int(self.file.read_text()) if self.file.exists() else 0
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def taken(self) -> int:
+        """Steps that the count has seen."""
+        self.parts = 0
+        return self.steps
+
+    def push(self) -> bool:
+        """One part of a step; whether that was the last one."""
+        self.parts += 1
+        if self.parts < TASKS:
+            return False
+        self.parts, self.steps = 0, self.steps + 1
+        if time.monotonic() - self.saved > SAVE_EVERY:
+            fresh = self.file.with_suffix(".new")
+            fresh.write_text(str(self.steps))
+            fresh.rename(self.file)
+            self.saved = time.monotonic()
+        return True
+
+
+@ray.remote(num_cpus=0)
+class Counter:
+    """Computes its part of a step."""
+
+    def step(self, server: Any) -> None:
+        time.sleep(PAUSE)
+        ray.get(server.push.remote())
+
+
+def killed(workers: list[Any]) -> tuple[float, int]:
+    """A training whose server is killed: seconds until the first new step, and the steps that were taken again."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = Counts.remote(str(Path(folder) / "counts"))
+        step, pause, at, again = 0, 0.0, time.perf_counter(), 0
+        pid = ray.get(server.pid.remote())
+        while step < KILLED_AT + AFTER:
+            if step == KILLED_AT and not again and pid:
+                os.kill(pid, signal.SIGKILL)
+                pid, at = 0, time.perf_counter()
+            try:
+                ray.get([worker.step.remote(server) for worker in workers])
+                step += 1
+                if not pid and not pause and step > KILLED_AT:
+                    pause = time.perf_counter() - at
+            except ray.exceptions.RayError:  # one of them says that nobody knows whether it was done
+                kept = None
+                while kept is None:
+                    try:
+                        kept = ray.get(server.taken.remote())
+                    except ray.exceptions.RayError:
+                        time.sleep(0.01)
+                again, step = step - kept, kept
+        if (found := ray.get(server.taken.remote())) != step:
+            raise AssertionError(f"{step} steps, counted {found}")
+        ray.kill(server)
+    return pause, again
+
+
 def sync(server: Any, workers: list[Any], steps: int) -> None:
     half = BATCH // TASKS
     for step in range(steps):
@@ -130,7 +208,20 @@ def main() -> None:
         "async": (lambda: alone(server, workers, steps), steps),
         "100 MB": (bulk, 4),
     }
-    names = sys.argv[3:] or [*calls]
+    names = sys.argv[3:] or [*calls, "kill"]
+    if "kill" in names:
+        names.remove("kill")
+        counters = [Counter.remote() for _ in range(TASKS)]
+        ends = [killed(counters) for _ in range(rounds + 1)][1:]
+        pauses, again = zip(*ends, strict=True)
+        kills = {"seconds": statistics.median(pauses), "worst": max(pauses), "again": statistics.median(again)}
+        print(
+            f"Ray kill   goes on after {kills['seconds']:.2f} s, worst {kills['worst']:.2f} s; "
+            f"{kills['again']:.0f} steps again"
+        )
+        print(json.dumps({"bench": "ray-kill", "ray": ray.__version__, "load": psutil.getloadavg()[0], **kills}))
+        if not names:
+            return
     sync(server, workers, 50)
     weights = [torch.from_numpy(w.copy()) for w in ray.get(server.pull.remote())]
     with torch.no_grad():

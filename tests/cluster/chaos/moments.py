@@ -69,8 +69,9 @@ HERE: dict[str, tuple[Any, str]] = {
     "a copy is taken": (VariablesThere, "_take"), "values come home": (VariablesThere, "bring_home"),
     "values are pinned": (Engine, "pin"), "all are left": (Cluster, "_leave_lost"),
     "members begin": (driver, "start"), "values move there": (VariablesThere, "_create"),
-    "plans are registered": (Engine, "register"),
+    "plans are registered": (Engine, "register"), "steps are over": (Engine, "training_error"),
 }  # fmt: skip
+AT_THE_END = "steps are over"  # of a training whose data go on until its strikes have come
 BEGIN = ("configure", "create", "open_training", "register_shard", "register", "load", "shard_copy")  # in a recovery
 PINNED = ("pin", "pull", "unpin", "copy_shards", "forget_copies")
 JOINT = ("contribute", "staged", "decided", "hold", "go", *PINNED)
@@ -102,7 +103,7 @@ class Strike(NamedTuple):
         """Any; a process that is to die in a recovery comes with the kill of a server."""
         where = rng.choice(("here", "here", "there", "there", "begin", "at any time"))
         moment = rng.choice({"here": [*HERE], "there": THERE[mode], "begin": BEGIN}.get(where, [""]))
-        call = rng.choice((0, 5, 60, 150) if moment in OFTEN else (0, 0, 1, 2))
+        call = rng.choice((0, 5, 60, 150) if moment in OFTEN else (0, 0, 1, 2)) if moment != AT_THE_END else 0
         delay = rng.choice((0.0, 0.0, rng.uniform(0, 0.05), rng.uniform(0, 1.5)))
         victims = rng.choice(("", "", "server", "task", "holder") if where in ("there", "begin") else VICTIMS)
         found = [Strike(where, moment, call, rng.random() < 0.5, victims, delay)]
@@ -245,7 +246,8 @@ class Killer:
     @property
     def is_over(self) -> bool:
         """Whether all have come, or have had their time."""
-        return not self.left or time.monotonic() - self.begun > LONGEST
+        is_at_end = self.left[:1] and self.left[0].moment == AT_THE_END
+        return not self.left or bool(is_at_end) or time.monotonic() - self.begun > LONGEST
 
     def watch(self) -> ExitStack:
         """Watch all moments here while this is open."""

@@ -322,13 +322,15 @@ class Engine:
         answers = await self.peers.tell(asks, time.monotonic() + seconds)
         return {shard: dict(answer.meta) for shard, answer in enumerate(answers) if isinstance(answer, Ok)}
 
-    async def codes(self, seconds: float) -> dict[str, str]:
-        """The kind of code that each live task ran last, and the reason, by the task's name; within ``seconds``."""
+    async def task_facts(self, seconds: float) -> dict[str, dict[str, Any]]:
+        """Facts of each live task, by its name, received within ``seconds``: the ``code`` that it ran last with the
+        reason, its ``traffic``, bytes by the address of a server's worker, and the same as ``posted`` to other tasks.
+        """
         live = [member for member in self.tasks if member.is_there]
         end = time.monotonic() + seconds
-        calls = (self.link.call(member.peer, "code", {}, epoch=self.epoch, deadline=end) for member in live)
+        calls = (self.link.call(member.peer, "facts", {}, epoch=self.epoch, deadline=end) for member in live)
         answers = zip(live, await asyncio.gather(*calls), strict=True)
-        return {member.name: str(answer.meta["code"]) for member, answer in answers if isinstance(answer, Ok)}
+        return {member.name: dict(answer.meta) for member, answer in answers if isinstance(answer, Ok)}
 
     async def _who_waits(self, seconds: float) -> tuple[list[Outcome], list[Outcome]]:
         """The steps that wait for queues, reported by all tasks, and the waiting attempts, reported by all shards."""

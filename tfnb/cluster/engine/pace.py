@@ -26,17 +26,38 @@ class PaceReport(NamedTuple):
     overtaken: int
 
 
+class PaceFacts(NamedTuple):
+    """The pace of a task now; None where nothing says it. waits: share of the time; age: updates by others between the
+    reading of a value and its gradient, on average.
+    """
+
+    steps: int
+    rate: float | None = None  # steps a second
+    waits: float | None = None
+    age: float | None = None
+
+    def words(self) -> tuple[str, ...]:
+        """The facts that are known, each in words; nothing before the first step."""
+        found = [f"{self.steps:,} step{'s' if self.steps != 1 else ''}"] if self.steps else []
+        found += [f"{self.rate:.1f} a second"] if self.rate is not None else []
+        found += [f"waits {100 * self.waits:.0f} % of the time"] if self.waits is not None else []
+        found += [f"gradients {self.age:.1f} updates old"] if self.age is not None else []
+        return tuple(found)
+
+
 class Pace:
     """The reports of a task's loops in the last seconds. ``steps``: of all of its loops.
 
     >>> pace = Pace()
     >>> pace.hear("a", 0, {"computed": 0.0}, now=10.0)
     >>> pace.hear("a", 20, {"computed": 0.5, "sent": 20, "overtaken": 30}, now=12.0)
-    >>> pace.words(now=12.1)
-    '20 steps, 10.0 a second, waits 75 % of the time, gradients 1.5 updates old'
+    >>> pace.facts(now=12.1)
+    PaceFacts(steps=20, rate=10.0, waits=0.75, age=1.5)
+    >>> pace.facts(now=12.1).words()
+    ('20 steps', '10.0 a second', 'waits 75 % of the time', 'gradients 1.5 updates old')
     >>> pace.hear("b", 4, {"computed": 0.1}, now=20.0)
-    >>> pace.words(now=20.0), pace.words(now=30.0)
-    ('24 steps', '24 steps')
+    >>> pace.facts(now=20.0).words(), pace.facts(now=30.0).words()
+    (('24 steps',), ('24 steps',))
     """
 
     def __init__(self) -> None:
@@ -63,18 +84,15 @@ class Pace:
         while len(self._reports) > 2 and now - self._reports[1].at >= SPAN:
             self._reports.popleft()
 
-    def words(self, now: float) -> str:
-        """The pace in words; without a rate where the last report is old, and empty before the first step."""
+    def facts(self, now: float) -> PaceFacts:
+        """The pace now; without a rate where the last report is old, or before the first step."""
         if not self.steps:
-            return ""
-        found = [f"{self.steps:,} step{'s' if self.steps != 1 else ''}"]
+            return PaceFacts(0)
         first, last = self._reports[0], self._reports[-1]
         seconds = last.at - first.at
         if now - last.at > FRESH or seconds < SHORTEST:
-            return found[0]
-        found.append(f"{(last.steps - first.steps) / seconds:.1f} a second")
-        idle = min(1.0, max(0.0, 1 - (last.computed - first.computed) / seconds))
-        found.append(f"waits {100 * idle:.0f} % of the time")
-        if sent := last.sent - first.sent:
-            found.append(f"gradients {(last.overtaken - first.overtaken) / sent:.1f} updates old")
-        return ", ".join(found)
+            return PaceFacts(self.steps)
+        waits = min(1.0, max(0.0, 1 - (last.computed - first.computed) / seconds))
+        sent = last.sent - first.sent
+        age = (last.overtaken - first.overtaken) / sent if sent else None
+        return PaceFacts(self.steps, (last.steps - first.steps) / seconds, waits, age)

@@ -5,7 +5,7 @@ The card says in plain words what runs where and how fast; addresses, memory and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfnb.escaping import xml
@@ -24,13 +24,17 @@ class CardRow:
     work: str = ""  # steps, rate and waiting of a task in a training; contents of a server
     holds: tuple[tuple[str, str], ...] = ()  # Variables of a server with their sizes, the largest first
     traffic: str = ""  # bytes a second of a server
+    lines: tuple[str, ...] = ()  # the work of a task in few words, for its box
+    busy: float | None = None  # the share of the time that a task computes
+    links: tuple[tuple[str, float, str], ...] = ()  # of a task: other end, bytes a second, and in words
+    queues: tuple[tuple[str, int, int | None], ...] = ()  # of a server: name, elements, capacity
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
     """The result of `Cluster.status`; prints as text and shows as a card.
 
-    ``details``: facts on how the cluster works inside.
+    ``details``: facts on how the cluster works inside. ``curve``: watched values of the latest `fit`, by step.
     """
 
     title: str
@@ -38,6 +42,7 @@ class Status:
     rows: tuple[CardRow, ...]
     notes: tuple[str, ...] = ()
     details: tuple[tuple[str, str], ...] = ()
+    curve: Sequence[Mapping[str, float]] = ()
 
     def __str__(self) -> str:
         lines = [self.title, *(f"  {name}: {value}" for name, value in (*self.facts, *self.details))]
@@ -53,9 +58,9 @@ class Status:
         table = f'<div style="overflow-x:auto"><table style="{_TABLE}">{rows}</table></div>'
         return self._card(f"<details><summary>details</summary>{_html_facts(self.details)}{table}</details>")
 
-    def live_html(self) -> str:
-        """The card without the details, which would close whenever it is renewed."""
-        return self._card('<div style="opacity:.7">%tfcluster shows addresses, memory and more</div>')
+    def live_html(self, beside: str = "") -> str:
+        """The card without the details, which would close whenever it is renewed. beside: HTML below the picture."""
+        return self._card(f'{beside}<div style="opacity:.7">%tfcluster shows addresses, memory and more</div>')
 
     def _card(self, below: str) -> str:
         from tfnb.view import cluster_svg  # listed exception: a repr asks view

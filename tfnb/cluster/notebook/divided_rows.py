@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -46,88 +47,109 @@ TF32 = 2.0**-10  # what a product of float32 may be rounded to on a device
 _TURNED_OFF = "fit(..., exact=False) averages without a look"
 
 
+class Dividers(NamedTuple):
+    """Who divides the rows of a batch, for messages. ``instead``: what happens where an average is not exact, or cure.
+
+    ``of_norm``: what batch norm in training does, and the cure.
+    """
+
+    parts: str
+    part: str
+    instead: str
+    of_norm: str
+
+
+_OF_TASKS = (
+    "and the running statistics are those of the first task, as with DistributedDataParallel without SyncBatchNorm. "
+    "Larger batches, GroupNorm, or the module in eval mode make no such difference; "
+)
+SUMMING = Dividers(
+    "tasks", "a task", "So tasks sum over all rows in mid-step, one step after the other, as with exact=True",
+    f"{_OF_TASKS}exact=True takes the statistics of all rows",
+)  # fmt: skip
+TASKS = Dividers(
+    "tasks", "a task", "mode='sync' without backup tasks sums over all rows in mid-step",
+    f"{_OF_TASKS}mode='sync' with exact=True takes the statistics of all rows",
+)  # fmt: skip
+MICROBATCHES = Dividers(
+    "microbatches", "a microbatch", "Leave out microbatches",
+    "and the running statistics move once for each of them, as where gradients are accumulated by hand. Larger "
+    "batches, GroupNorm, or the module in eval mode make no such difference; fit without microbatches takes whole "
+    "steps",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Observation:
-    """The findings of a comparison, as warnings. is_settled: whether a further comparison would tell nothing more."""
+    """The findings of a comparison, as warnings. is_settled: whether a further comparison would tell nothing more.
+
+    is_mean: whether the mean of parts' gradients is that of all rows, as far as was seen.
+    """
 
     notes: tuple[str, ...] = ()
     is_settled: bool = True
+    is_mean: bool = True
 
 
 def look_at_microbatches(step: StepGraph, count: int, batch: StepFeeds, room: int | None = None) -> Observation:
     """`look` at a step over ``count`` microbatches in this process; room: bytes that it may hold, Variables counted."""
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
-    seen = look(step, homes, count, [batch], room)
-    return replace(seen, notes=tuple(map(_of_microbatches, seen.notes)))
-
-
-def _of_microbatches(note: str) -> str:
-    """Reword a note on tasks as a note on microbatches."""
-    for of_tasks, of_microbatches in _WORDS.items():
-        note = note.replace(of_tasks, of_microbatches)
-    return note
+    return look(step, homes, count, [batch], MICROBATCHES, room)
 
 
 def look(
-    step: StepGraph, homes: Homes, tasks: int, batches: Iterable[StepFeeds], room: int | None = None
+    step: StepGraph, homes: Homes, count: int, batches: Iterable[StepFeeds], who: Dividers = TASKS,
+    room: int | None = None,
 ) -> Observation:  # fmt: skip
-    """Compare gradients on ``batches``, on more than one if quick. ``tasks``: the number of replicas that divide a
-    batch. ``room``: the most bytes that this may hold, by default what is free.
+    """Compare gradients on ``batches``, on more than one if quick. ``count``: the number of those who divide a batch.
+    ``room``: the most bytes that this may hold, by default what is free.
     """
     averaged = [value for value, how in zip(step.fetches, joins(weighed(step)), strict=False) if how.way == "mean"]
     found = probe(step, homes)
     if found is None:
         return Observation()
-    notes = [_of_norms(found.norms, tasks)] if found.norms else []
+    notes = [_of_norms(found.norms, count, who)] if found.norms else []
+    unseen = f"whether the loss is a mean over rows, so that {who.parts} may divide them, was not looked at"
     if found.why_not and not found.norms:
-        return Observation((f"{_NOT_SEEN}: {found.why_not}. {_TURNED_OFF}",))
+        return Observation((f"{unseen}: {found.why_not}. {_TURNED_OFF}",))
     if found.why_not:
         return Observation(tuple(notes))
     try:
         watched = [v for v in found.watched if v in averaged]
-        seen = _Comparing(step, found, tasks, watched, room).first(batches)
+        seen = _Comparing(step, found, count, watched, room, who).first(batches)
     except (DeadlineExceeded, ResourceExhausted, torch.OutOfMemoryError) as error:
         why = error.message if isinstance(error, DeadlineExceeded) else "this process has not the memory for it"
-        return Observation((*notes, f"{_NOT_SEEN}: {why}. {_TURNED_OFF}"))
+        return Observation((*notes, f"{unseen}: {why}. {_TURNED_OFF}"))
     except Exception:  # of the step: it will say so itself, with its line
         return Observation(tuple(notes), is_settled=False)
     if not seen.notes and found.hidden is not None:
-        return Observation((*notes, _of_hidden(found.hidden, tasks)), seen.is_settled)
-    return Observation((*notes, *seen.notes), seen.is_settled)
+        return Observation((*notes, _of_hidden(found.hidden, who)), seen.is_settled, is_mean=False)
+    return replace(seen, notes=(*notes, *seen.notes))
 
 
-_WORDS = {
-    "and the running statistics are those of the first task": "and the running statistics move once for each of them",
-    "as with DistributedDataParallel without SyncBatchNorm": "as where gradients are accumulated by hand",
-    "tfnb.run(step, feeds) in a loop gives whole steps to one task": "fit without microbatches takes whole steps",
-    "give each step to one task, tfnb.run(step, feeds) in a loop": "leave out microbatches",
-    "Give each step to one task, tfnb.run(step, feeds) in a loop": "Leave out microbatches",
-    "tasks": "microbatches",
-    "a task": "a microbatch",
-}
-_NOT_SEEN = "whether the loss is a mean over rows, so that tasks may divide them, was not looked at"
-
-
-def _of_norms(norms: Sequence[Node], tasks: int) -> str:
+def _of_norms(norms: Sequence[Node], count: int, who: Dividers) -> str:
     """The note on batch norm in training."""
     lines = {node.source: None for node in norms}
     first = next(iter(lines))
     others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
     return (
-        f"{first or norms[0].name}: batch norm in training{others} takes the statistics of the rows that a task has, "
-        f"one of {tasks} parts of a batch, and the running statistics are those of the first task, as with "
-        "DistributedDataParallel without SyncBatchNorm. Larger batches, GroupNorm, or the module in eval mode make no "
-        "such difference; tfnb.run(step, feeds) in a loop gives whole steps to one task"
+        f"{first or norms[0].name}: batch norm in training{others} takes the statistics of the rows that {who.part} "
+        f"has, one of {count} parts of a batch, {who.of_norm}"
     )
 
 
-def _of_hidden(reason: Reason, tasks: int) -> str:
+def _of_hidden(reason: Reason, who: Dividers) -> str:
     """The note on a loss whose gradients are alike for the rows that were looked at, and may not be for others."""
     return (
         f"{reason.node.source or reason.node.name}: the loss is a mean over the rows that were looked at, and may be "
-        f"none over others: {reason.text}. {tasks} tasks divide the rows of each step and average their gradients by "
-        f"rows. Give each step to one task, tfnb.run(step, feeds) in a loop. {_TURNED_OFF}"
+        f"none over others: {_for(reason, who)}. {who.instead}. {_TURNED_OFF}"
     )
+
+
+def _for(reason: Reason, who: Dividers) -> str:
+    """A reason in words, with the cure where there is one."""
+    cure = f". An average by {who.parts} is exact where you {reason.cure}" if reason.cure else ""
+    return reason.text.replace("a task", who.part) + cure
 
 
 @dataclass
@@ -139,6 +161,7 @@ class _Comparing:
     tasks: int
     watched: Sequence[Value]  # averaged by rows
     room: int | None
+    who: Dividers
     _end: float = field(init=False)
     _draw: Program | None = field(init=False, default=None)
     _compute: Program = field(init=False)
@@ -193,7 +216,7 @@ class _Comparing:
             if worst is not None:
                 apart = self._apart(whole, parts, counts, NEAR)
                 reason = self.probe.hidden or self.probe.reason(self.step, apart, self.probe.losses)
-                return Observation((self._words(*worst, len(division), rows, reason),))
+                return Observation((self._words(*worst, len(division), rows, reason),), is_mean=False)
             told |= dict.fromkeys(self._of_watched(whole, parts, counts))
         return Observation(tuple(told))
 
@@ -255,12 +278,12 @@ class _Comparing:
         for value in self.watched:
             if value in apart:
                 reason = self.probe.reason(self.step, near, [value])
-                why = "" if reason is None else f": {reason.text}"
+                why = "" if reason is None else f": {reason.text.replace('a task', self.who.part)}"
                 node = self.step.whole.contents.by_id[value.node]
                 yield (
                     f"{node.source or node.name}: {node.name} is fetched or watched, and is no mean over rows{why}. "
-                    f"What is shown is the mean, by rows, of its values for parts of a batch: {self.tasks} tasks "
-                    "divide the rows of each step"
+                    f"What is shown is the mean, by rows, of its values for parts of a batch: {self.tasks} "
+                    f"{self.who.parts} divide the rows of each step"
                 )
 
     def _apart(
@@ -301,14 +324,12 @@ class _Comparing:
         node = None if loss is None else self.step.whole.contents.by_id[loss.node]
         at = reason.node if reason is not None else node
         where = "the step" if at is None else str(at.source or at.name)
-        why = "" if reason is None else f": {reason.text}"
-        cure = f"{reason.cure[0].upper()}{reason.cure[1:]}; or give" if reason is not None and reason.cure else "Give"
+        why = "" if reason is None else f": {_for(reason, self.who)}"
         away = "is not finite" if math.isinf(share) else f"is {share:.2g} of its size away"
         return (
-            f"{where}: the loss is no mean over rows{why}. {self.tasks} tasks divide the rows of each step and average "
-            f"their gradients by rows: of the first {rows} rows in {parts} parts, that of {name.partition('#')[0]} "
-            f"{away} from that of all of them together. {cure} each step to one task, tfnb.run(step, feeds) in a "
-            f"loop. {_TURNED_OFF}"
+            f"{where}: the loss is no mean over rows{why}. Of the first {rows} rows, divided over {parts} "
+            f"{self.who.parts}, the averaged gradient of {name.partition('#')[0]} {away} from that of all of them "
+            f"together. {self.who.instead}. {_TURNED_OFF}"
         )
 
 

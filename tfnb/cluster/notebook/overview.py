@@ -17,6 +17,7 @@ from distributed import Client
 
 from tfnb.cluster.engine.engine import Engine, in_words
 from tfnb.cluster.engine.members import Member
+from tfnb.cluster.engine.pace import PaceFacts
 from tfnb.cluster.members.deploy import identities
 from tfnb.cluster.notebook.card import CardRow, size
 from tfnb.cluster.notebook.holdings import Holdings
@@ -33,10 +34,12 @@ class Overview:
         self._engine, self._client = engine, client
         self._stats: Mapping[int, Mapping[str, Any]] = {}  # of each shard
         self._workers: Mapping[str, Mapping[str, Any]] = {}  # by address
-        self._codes: Mapping[str, str] = {}  # which code tasks run, by their names
+        self._facts: Mapping[str, Mapping[str, Any]] = {}  # of tasks, by their names
         self._moved: tuple[float, Counter[tuple[str, str]]] = (time.monotonic(), Counter())  # by server and lane
         self._rates: Mapping[str, float] = {}
         self._traffic: Mapping[str, float] = {}  # bytes a second of each server, by name
+        self._exchanged = Counter[tuple[str, str]]()  # bytes by both ends
+        self._links: Mapping[tuple[str, str], float] = {}  # bytes a second of the same
         self._stepped: tuple[float, int] = (time.monotonic(), engine.step)
         self.rate = 0.0  # steps a second
 
@@ -44,7 +47,8 @@ class Overview:
         """Poll all members; a member that does not answer in time keeps its former statistics."""
         with suppress(OSError, TimeoutError, RuntimeError):  # the supervisor says that the scheduler is lost
             self._workers = await asyncio.wait_for(identities(self._client), PATIENCE)
-        self._stats, self._codes = await asyncio.gather(self._engine.stats(PATIENCE), self._engine.codes(PATIENCE))
+        asked = self._engine.stats(PATIENCE), self._engine.task_facts(PATIENCE)
+        self._stats, self._facts = await asyncio.gather(*asked)
         now, (before, then) = time.monotonic(), self._moved
         if now - before >= LEAST:
             step, (since, first) = self._engine.step, self._stepped
@@ -53,14 +57,35 @@ class Overview:
             rates = {each: max(0, moved[each] - then[each]) / (now - before) for each in moved}
             self._rates = _summed((lane, rate) for (_, lane), rate in rates.items())
             self._traffic = _summed((server, rate) for (server, _), rate in rates.items())
+            exchanged = self._exchanges()
+            grown = {link: exchanged[link] - self._exchanged[link] for link in exchanged}
+            self._links = {link: max(0, more) / (now - before) for link, more in grown.items()}
+            self._exchanged = exchanged
             if now - before > MOST:
-                self.rate, self._traffic = 0.0, {}
+                self.rate, self._traffic, self._links = 0.0, {}, dict.fromkeys(exchanged, 0.0)
             self._moved = (now, moved)
 
     def forget(self) -> None:
         """Nobody answers any more."""
-        self._stats, self._workers, self._rates, self._codes = {}, {}, {}, {}
-        self._traffic, self.rate = {}, 0.0
+        self._stats, self._workers, self._rates, self._facts = {}, {}, {}, {}
+        self._traffic, self._links, self.rate = {}, {}, 0.0
+
+    def _exchanges(self) -> Counter[tuple[str, str]]:
+        """Bytes exchanged on direct connections, by task and server, and by two tasks in the order of their names.
+
+        The successor of a lost one is at another address.
+        """
+        servers, tasks = (
+            {member.peer.addr: member.name for member in members}
+            for members in (self._engine.servers, self._engine.places.values())
+        )
+        found = Counter[tuple[str, str]]()
+        for task, facts in self._facts.items():
+            found.update({(task, servers[addr]): count for addr, count in facts["traffic"].items() if addr in servers})
+            for addr, count in facts["posted"].items():
+                if addr in tasks:
+                    found[min(task, tasks[addr]), max(task, tasks[addr])] += count
+        return found
 
     def _moves(self) -> Counter[tuple[str, str]]:
         """Bytes moved, by server and lane."""
@@ -87,7 +112,9 @@ class Overview:
         state = "alive" if member.is_there else "silent" if member.is_silent else "lost"
         threads = member.info.get("threads", 1)
         work = [f"for {member.silence:.0f} s, and waited for"] if member.is_silent else []
-        work.append(member.pace.words(time.monotonic()))
+        pace = member.pace.facts(time.monotonic())
+        late = [f"{member.late} step{'s' if member.late != 1 else ''} too late to count"] if member.late else []
+        work.append(", ".join(pace.words()))
         parts = [f"{threads} torch thread{'s' if threads != 1 else ''}", ", ".join(member.info.get("devices", ()))]
         if member.is_there and (worker := self._workers.get(member.peer.addr)):
             limit = f" of {size(worker['memory_limit'])}" if worker.get("memory_limit") else ""
@@ -99,17 +126,30 @@ class Overview:
             parts += [in_words(member.shards)] if len(self._engine.shards) > len(self._engine.servers) else []
             work.append(f"holds {sum(stat['variables'] for stat in stats)} variables, {size(held)}{limit}")
             parts.append(f"version{'s' if len(stats) > 1 else ''} {versions}")
-        if member.is_there and self._codes.get(member.name):
-            parts.append(self._codes[member.name])
+        if member.is_there and (code := self._facts.get(member.name, {}).get("code")):
+            parts.append(code)
         if member.is_there and member.copied:
             parts.append(f"holds {size(member.copied)} of copies for a recovery")
-        if member.late:
-            work.append(f"{member.late} step{'s' if member.late != 1 else ''} too late to count")
+        work += late
         details = "; ".join(part for part in parts if part)
         mine = [each for shard in member.shards for each in contents.get(shard, ())]
         holds = tuple((name, size(count)) for name, count in sorted(mine, key=lambda each: -each[1]))
         traffic = f"{size(self._traffic[member.name])}/s" if self._traffic.get(member.name) else ""
-        return CardRow(member.name, member.peer.addr, state, details, ", ".join(filter(None, work)), holds, traffic)
+        return CardRow(
+            member.name, member.peer.addr, state, details, ", ".join(filter(None, work)), holds, traffic,
+            _in_few_words(pace, member.late), None if pace.waits is None else 1 - pace.waits,
+            tuple((to, rate, f"{size(rate)}/s") for (task, to), rate in self._links.items() if task == member.name),
+            tuple(tuple(queue) for stat in stats for queue in stat["queues"]),
+        )  # fmt: skip
+
+
+def _in_few_words(pace: PaceFacts, late: int) -> tuple[str, ...]:
+    """The lines of a task's box."""
+    found = [f"step {pace.steps:,}" + (f" · {pace.rate:.1f}/s" if pace.rate is not None else "")] if pace.steps else []
+    found += [f"waits {100 * pace.waits:.0f} %"] if pace.waits is not None else []
+    found += [f"{pace.age:.1f} updates old"] if pace.age is not None else []
+    found += [f"{late:,} too late"] if late else []
+    return tuple(found)
 
 
 def _summed(amounts: Iterable[tuple[str, float]]) -> dict[str, float]:

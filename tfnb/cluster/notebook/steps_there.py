@@ -27,6 +27,7 @@ from tfnb.cluster.modes.leases import Offer
 from tfnb.cluster.modes.windows import BYTES, WindowSizes
 from tfnb.cluster.notebook import divided_rows
 from tfnb.cluster.notebook.collections import head, read
+from tfnb.cluster.notebook.exact_steps import ExactSteps
 from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.variables_there import VariablesThere
 from tfnb.cluster.notebook.waiting import SETTLE, EventLoopWaiter, begin_look
@@ -43,6 +44,7 @@ from tfnb.errors import (
     OutOfRange,
     TfnbError,
     Unimplemented,
+    WorkerLost,
 )
 from tfnb.execution.tiers.tiered import Mode as Compile
 from tfnb.execution.tracing.trace import Trace
@@ -296,8 +298,8 @@ class Steps:
         pipeline: such a step over microbatches, which each of its tasks, a stage, takes in the order of the schedule.
         ``graph``: whose step it is; with ``ps="stages"`` its first pipeline moves Variables to the tasks of their
         stages.
-        ``exact``: unless it is False, look first whether gradients averaged by rows are those of whole batches, and
-        warn where they are not.
+        ``exact``: True has the tasks sum over all rows in mid-step, one step after the other. None looks first whether
+        gradients averaged by rows are those of whole batches, and where they are not warns, and does so, too.
 
         Where there is a None among the batches, or a pass ends of data that says so, tasks stand still when everything
         before is applied: local storages show that, and an empty group tells it. They go on when the next one is asked
@@ -315,16 +317,20 @@ class Steps:
         placed, why = self._placed_for(
             step, how, see, check, compile, one_by_one, step.whole if graph is None else graph
         )
-        is_stepwise = why or not placed.writes
-        tasks = sum(member.is_there for member in self._engine.places.values())
-        is_joint = how.is_joint
-        names = _ensure_summed(placed, how, is_taken=not is_stepwise)
-        if names and not is_stepwise and tasks > 1 and not placed.tasks:
-            warnings.warn(_apart(names, how, is_joint), stacklevel=user_level(None))
-        if exact is not False and is_joint and placed.divides:
-            source, notes = self._looked_at(step, placed, min(how.required or tasks - how.backup, tasks), source)
+        tasks, over = len(self._numbers()), None
+        if exact is None and how.is_joint and placed.divides:
+            may_sum = how.name == "sync" and not how.may_have_spare
+            count = min(how.required or tasks - how.backup, tasks)
+            source, notes, is_mean = self._looked_at(step, placed, count, source, may_sum=may_sum)
+            exact = may_sum and not is_mean
             for note in notes:
                 warnings.warn(note, stacklevel=user_level(None))
+        if exact and not why and placed.writes and not how.is_pipeline and tasks > 1:
+            over = ExactSteps(step, self._numbers, partial(self.place, parallel=False, check=check, compile=compile))
+        is_stepwise = why or not placed.writes or over is not None
+        names = _ensure_summed(placed, how, is_taken=not is_stepwise)
+        if names and not is_stepwise and tasks > 1 and not placed.tasks:
+            warnings.warn(_apart(names, how, how.is_joint), stacklevel=user_level(None))
         if self._variables.held.stale or self._queues.lacks_copies:
             self._show()  # should a server be lost, training goes on from what is here
         seen.now = applied.copy
@@ -332,7 +338,7 @@ class Steps:
             self._in_windows(step, placed, source, end, applied, seen)
             if how.is_pipeline and not see and not one_by_one and may_be_lent(placed)
             else self._stepwise(
-                step, placed, source, end, see, applied, seen, is_whole=see is not None or how.is_pipeline
+                step, placed, source, end, see, applied, seen, is_whole=see is not None or how.is_pipeline, over=over
             )
             if is_stepwise
             else self._looping(step, placed, source, how, changes, end, timeout, applied, seen)
@@ -396,13 +402,17 @@ class Steps:
         return placed, why
 
     def _looked_at(
-        self, step: StepGraph, placed: PlacedStep, tasks: int, source: Ahead | Iterable[StepFeeds | None]
-    ) -> tuple[Ahead | Iterable[StepFeeds | None], tuple[str, ...]]:  # fmt: skip
-        """The batches of a training, and the warnings, each given once, of a loss that is no mean over rows."""
-        known: set[Any] = step.whole.attached.setdefault("divided", set())
+        self, step: StepGraph, placed: PlacedStep, tasks: int, source: Ahead | Iterable[StepFeeds | None],
+        *, may_sum: bool,
+    ) -> tuple[Ahead | Iterable[StepFeeds | None], tuple[str, ...], bool]:  # fmt: skip
+        """The batches of a training, warnings of a loss that is no mean over rows, each given once, and whether it is.
+
+        may_sum: whether tasks sum over all rows where it is none.
+        """
+        known: dict[Any, bool] = step.whole.attached.setdefault("divided", {})
         key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), step.fetches, tasks
         if key in known or tasks < 2 or not placed.writes or placed.tasks:
-            return source, ()
+            return source, (), known.get(key, True)
         first: Iterable[StepFeeds | None]
         if isinstance(source, Ahead):
             first = self._heads(step, source)
@@ -411,10 +421,16 @@ class Steps:
             first = list(itertools.islice(source, 1))
             source = itertools.chain(first, source)
         whole = (batch for batch in first if batch is not None)
-        seen = divided_rows.look(step, placed.placement.homes, tasks, whole)
+        who = divided_rows.SUMMING if may_sum else divided_rows.TASKS
+        seen = divided_rows.look(step, placed.placement.homes, tasks, whole, who)
         if seen.is_settled:
-            known.add(key)
-        return source, seen.notes
+            known[key] = seen.is_mean
+        notes = seen.notes if seen.is_mean or not may_sum else seen.notes[-1:]  # batch norm is exact then, too
+        return source, notes, seen.is_mean
+
+    def _numbers(self) -> list[int]:
+        """The numbers of the tasks that are there."""
+        return [member.number for member in self._engine.places.values() if member.is_there]
 
     def _heads(self, step: StepGraph, data: Ahead) -> Iterator[StepFeeds | None]:
         """The first rows of some batches of a pass; for arrays in chunks one batch, of the arrays' first rows."""
@@ -451,9 +467,12 @@ class Steps:
 
     def _stepwise(
         self, step: StepGraph, placed: PlacedStep, source: Ahead | Iterable[StepFeeds | None], end: float | None,
-        see: See | None, applied: AppliedSteps, seen: SeenSteps, *, is_whole: bool,
+        see: See | None, applied: AppliedSteps, seen: SeenSteps, *, is_whole: bool, over: ExactSteps | None = None,
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
-        """Drive every step from the notebook, if tasks' loops cannot. is_whole: no task divides rows."""
+        """Drive every step from the notebook, if tasks' loops cannot. is_whole: no task divides rows.
+
+        over: the steps in which tasks divide rows and sum in mid-step.
+        """
         copied, later = applied.copy(), deque[tuple[int, int]]()  # steps of the cluster, and numbers of the training
 
         seen.now = partial(_now, copied, later, lambda: self._variables.pulled_step)
@@ -468,9 +487,18 @@ class Steps:
                 continue
             left = self._left(end)
             self._variables.send_for_step(step.variables, thorough=False)
-            taken = replace(batch, rows=None) if is_whole else batch
+            taken = step, placed, replace(batch, rows=None) if is_whole else batch
             counted = partial(_append, later, batch.number)
-            values, rows_of = self._step(step, placed, taken, left, "a training step", (), see, counted)
+            values = None
+            while values is None:
+                if over is not None:
+                    taken = over.of(batch)
+                try:
+                    values, rows_of = self._step(*taken, left, "a training step", (), see, counted)
+                except WorkerLost:  # nothing of it was written: others take the rows of a task that is gone
+                    if over is None or not {*taken[1].tasks} - {*self._numbers()} or not self._numbers():
+                        raise
+            placed = taken[1]
             parts = [_picked(placed.fetched, part) for part in values]
             joined = [join(each, parts, at, rows_of) for at, each in enumerate(placed.joins)]
             yield of_one(joined, batch.number)

@@ -457,7 +457,7 @@ class Core:
             "budget": self.store.budget, "variables": len(self.versions), "plans": len(self.plans),
             "applied": self.ledger.applied, "dups": self.ledger.dups, "waiting": len(self.lines),
             "queued": self.objects.waiting, "requests": self.requests,
-            "moved": dict(envelope.MOVED),
+            "moved": dict(envelope.MOVED), "queues": self.objects.levels(),
         })  # fmt: skip
 
     def _applied(self, request: Request) -> Ok:

@@ -31,6 +31,7 @@ from tfnb.state.queue_machine import Attempt, Mark, QueueMachine, StepQueues, be
 from tfnb.state.queue_operations import attempt_on, made, ordered, outcome
 
 ENTRIES = 1000  # tensors in one message
+SHOWN = 20  # queues in statistics
 BYTES = 64 << 20  # of them, unless a single one is larger
 FROZEN = 10.0  # seconds at most
 KEPT = 64  # answers of `_once`
@@ -537,6 +538,11 @@ class Objects:
         if key not in self.queues:
             raise NotFound(f"this server holds no queue {key!r}; it has {', '.join(self.queues) or 'none'}")
         return self.queues[key]
+
+    def levels(self) -> list[tuple[str, int, int | None]]:
+        """Name, elements and capacity of the first queues; None for one without a limit."""
+        found = islice(self, SHOWN)
+        return [(each.name, each.size, None if each.capacity == math.inf else int(each.capacity)) for each in found]
 
     def __iter__(self) -> Iterator[QueueMachine]:
         return (held.machine for held in self.queues.values())

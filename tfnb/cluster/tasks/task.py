@@ -151,7 +151,7 @@ class ClusterTask:
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
             "configure": self._configure, "register": self._register, "run": self._run, "cancel": self._cancel,
             "forget": self._forget, "reset": self._reset, "quit": self._quit, "stream": self._open_stream,
-            "run_window": self._run_window, "waits": self._waits, "code": self._code, "trace": self._trace,
+            "run_window": self._run_window, "waits": self._waits, "facts": self._facts, "trace": self._trace,
             "deliver": self.exchange.deliver, "write_shards": self.writes.on,
             **dict.fromkeys((*Core.METHODS, "batch"), self._serve), **dict.fromkeys(Loops.METHODS, self.loops.on),
             **dict.fromkeys(HeldCopies.METHODS, self.copies.on),
@@ -405,10 +405,15 @@ class ClusterTask:
         """The steps that wait for queues, and their later operations."""
         return Ok({"waits": who_waits(list(WAITS.runners), self.queues.all)})
 
-    async def _code(self, request: Request) -> Answer:
-        """The code of the plan that was used last, and why; empty if none ran."""
+    async def _facts(self, request: Request) -> Answer:
+        """The code of the plan that was used last, and why, empty if none ran; bytes exchanged with each server, and
+        posted to each task.
+        """
         program = next(reversed(self.plans.values()), None)
-        return Ok({"code": "" if program is None else program.code.tiers.code()})
+        return Ok({
+            "code": "" if program is None else program.code.tiers.code(), "traffic": dict(self.streams.traffic),
+            "posted": dict(self.exchange.traffic),
+        })  # fmt: skip
 
     async def _forget(self, request: Request) -> Answer:
         """Drop cached values of deleted Variables."""

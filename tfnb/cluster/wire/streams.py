@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -420,9 +420,13 @@ class Stream:
 
 
 class Streams:
-    """The streams of one task, by server; its compute thread calls, its event loop opens and ends them."""
+    """The streams of one task, by server; its compute thread calls, its event loop opens and ends them.
+
+    ``traffic``: bytes of tensors sent and received so far, by the address of the server's worker.
+    """
 
     def __init__(self, link: Link, security: Security) -> None:
+        self.traffic = Counter[str]()
         self._link, self._security = link, security
         self._streams: dict[Peer, Stream] = {}
         self._not_before: dict[Peer, float] = {}  # where one could not be opened
@@ -490,7 +494,8 @@ class Streams:
         for peer, stream in streams.items():
             mine = asks[peer]
             one = message(mine)
-            seconds = allowance(one.method, envelope.size(one.tensors))
+            nbytes = envelope.size(one.tensors)
+            seconds = allowance(one.method, nbytes)
             until = time.monotonic() + seconds
             try:
                 request = write_request(
@@ -502,6 +507,7 @@ class Streams:
                 continue
             end = stream.send(request, until)
             if end is None:
+                self.traffic[peer.addr] += nbytes
                 waiting[peer] = stream, until
             else:
                 found[peer] = [end] * len(mine)
@@ -512,7 +518,9 @@ class Streams:
                 goes_on = not is_joint
                 continue
             stream, until = waiting.pop(ready)
-            found[ready] = ends(asks[ready], stream.receive(until))
+            answer = stream.receive(until)
+            self.traffic[ready.addr] += envelope.size(getattr(answer, "tensors", ()))
+            found[ready] = ends(asks[ready], answer)
             goes_on = not may_leave or all(isinstance(end, Ok) for end in found[ready])
         for peer, (stream, _) in waiting.items():
             stream.leave()

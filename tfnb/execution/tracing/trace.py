@@ -379,6 +379,11 @@ class Trace:
 
         return trace_html(self, by=self.colours)
 
+    def _repr_svg_(self) -> str | None:
+        from tfnb.view import trace_svg
+
+        return trace_svg(self)
+
 
 _GROUPS: dict[str, Callable[[Event], tuple[str, str]]] = {
     "node": lambda event: (event.name, f"{event.op}  {event.line}".rstrip() if event.node else ""),

@@ -262,6 +262,11 @@ class Tensor(RecordedTensor):
 
     # -- behaviour ------------------------------------------------------------------------------------------
 
+    def _repr_html_(self) -> str:
+        from tfnb.view import tensor_html  # listed exception: a repr asks view
+
+        return tensor_html(self)
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         try:
             shown = f"sample {torch.Tensor.__repr__(self.sample)}"
@@ -452,6 +457,11 @@ class Operation:
         from tfnb.session import run  # listed exception: .eval asks the session
 
         run(self, feed_dict)
+
+    def _repr_html_(self) -> str:
+        from tfnb.view import operation_html  # listed exception: a repr asks view
+
+        return operation_html(self)
 
     def __repr__(self) -> str:
         try:

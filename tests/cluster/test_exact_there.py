@@ -1,0 +1,134 @@
+"""`fit` on a cluster with a loss that is no mean over rows: the values are those of one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tfnb
+from tests.cluster.conftest import WORKERS, workers
+from tfnb.errors import InvalidArgument
+
+
+class Spread:
+    """A layer, a count of its steps, and a loss of deviations and largest values over all rows."""
+
+    def __init__(self, kind: str = "spread") -> None:
+        torch.manual_seed(0)  # of the numbers that dropout draws
+        gen = torch.Generator().manual_seed(0)
+        self.layer = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2)).double()
+        with torch.no_grad():
+            for parameter in self.layer.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=gen, dtype=torch.float64))
+        self.rows = torch.randn(60, 3, generator=gen, dtype=torch.float64)
+        self.count = tfnb.Variable(torch.zeros(1, dtype=torch.float64), name=f"count_{kind}")
+        with tfnb.record(kind):
+            self.x = tfnb.placeholder(self.rows[:8], name="x")
+            out = self.layer(self.x)
+            self.loss = out.std(0).sum() + out.amax(0).square().sum().sqrt()
+            counted = self.count.assign_add(torch.ones(1, dtype=torch.float64))
+            self.train = tfnb.group(
+                tfnb.train.Momentum(0.05, 0.9).minimize(self.loss, list(self.layer.parameters())), counted
+            )
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        return [value.detach().clone() for value in self.layer.state_dict().values()]
+
+    def fit(self, **options: Any) -> tfnb.RunResult:
+        about = {"batch_size": 13, "epochs": 2, "watch": {"loss": self.loss}, "shuffle": False, **options}
+        return tfnb.fit(self.train, about.pop("data", {self.x: self.rows}), **about)
+
+
+@pytest.fixture(scope="module")
+def here() -> tuple[list[torch.Tensor], list[float]]:
+    net = Spread()
+    result = net.fit()
+    return net.state, [entry["loss"] for entry in result.history]
+
+
+@pytest.fixture(autouse=True)
+def _all_workers(dask: Any) -> Iterator[None]:
+    """Those that tests kill are started again."""
+    yield
+    workers(dask, WORKERS)
+
+
+def ensure_same(net: Spread, result: tfnb.RunResult, here: tuple[list[torch.Tensor], list[float]]) -> None:
+    torch.testing.assert_close(net.state, here[0], rtol=1e-11, atol=1e-12)
+    assert [entry["loss"] for entry in result.history] == pytest.approx(here[1], rel=1e-11)
+    assert float(net.count.value()) == result.steps == 10
+
+
+def test_the_values_are_those_of_one_machine(connect: Callable[..., Any], here: Any) -> None:
+    """Batches of 13 rows and one of 8, twice; deviations, largest values, batch norm and dropout."""
+    connect(3)
+    net = Spread()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ensure_same(net, net.fit(exact=True), here)
+
+
+def test_a_loss_that_is_no_mean_is_exact_without_being_asked(connect: Callable[..., Any], here: Any) -> None:
+    """It is told, once; the second training of the recording is exact, too."""
+    connect(2)
+    net = Spread("told")
+    with pytest.warns(UserWarning, match=r"no mean over rows.*So tasks sum over all rows in mid-step"):
+        net.fit(epochs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net.fit(epochs=1)
+    ensure_same_state(net, here)
+
+
+def ensure_same_state(net: Spread, here: tuple[list[torch.Tensor], list[float]]) -> None:
+    """The second pass began with the random numbers behind those of the first."""
+    torch.testing.assert_close(net.state, here[0], rtol=1e-11, atol=1e-12)
+
+
+def test_batches_of_an_iterator_with_fewer_rows_than_tasks(connect: Callable[..., Any]) -> None:
+    def rows(net: Spread) -> Iterator[dict[Any, torch.Tensor]]:
+        for start, stop in ((0, 8), (8, 10), (10, 12), (12, 30)):
+            yield {net.x: net.rows[start:stop]}
+
+    expected, found = Spread("few_here"), Spread("few")
+    tfnb.fit(expected.train, rows(expected))
+    connect(3)
+    tfnb.fit(found.train, rows(found), exact=True)
+    torch.testing.assert_close(found.state, expected.state, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("member", ["task", "server"])
+def test_a_killed_process_changes_no_value(connect: Callable[..., Any], here: Any, member: str) -> None:
+    cluster = connect(3)
+    net, kills = Spread(f"killed_{member}"), iter([True])
+
+    def on_step(progress: Any) -> None:
+        if progress.step == 4 and next(kills, False):
+            engine = cluster._engine
+            victim = engine.tasks[1] if member == "task" else engine.servers[0]
+            os.kill(victim.info["pid"], signal.SIGKILL)
+
+    killer = type("Killer", (), {"on_step": staticmethod(on_step)})()
+    ensure_same(net, net.fit(exact=True, callbacks=[killer]), here)
+    assert next(kills, None) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"mode": "async"}, "no task waits for the others"), ({"backup": 1}, "no task waits for the others"),
+        ({"mode": "allreduce"}, "mode='sync'"), ({"microbatches": 2}, "one after the other"),
+    ],
+)  # fmt: skip
+def test_modes_in_which_tasks_do_not_meet_are_refused(options: dict[str, Any], why: str) -> None:
+    net = Spread("refused")
+    with pytest.raises(InvalidArgument, match=why):
+        net.fit(exact=True, **options)

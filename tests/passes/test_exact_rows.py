@@ -1,0 +1,215 @@
+"""A step whose rows several tasks divide has the values of one machine, whatever its loss makes of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import tfnb
+from tests.models.idioms import IDIOMS
+from tests.models.test_idioms import ROWS, SLOW, SameDraws, close, plain, tensors
+from tfnb.graph import Value
+from tfnb.passes import step_graph
+from tfnb.passes.flow.exact_rows import StepOverRows, over_rows
+from tfnb.passes.microbatches import divide
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Taken:
+    """Steps over rows, their parts in this process."""
+
+    def __init__(self, over: StepOverRows) -> None:
+        self.over, self.session = over, tfnb.Session(over.step.whole, compile="off", executor="parts")
+
+    def __call__(self, feeds: Sequence[torch.Tensor]) -> list[Any]:
+        step, by_id = self.over.step, self.over.step.whole.contents.by_id
+        fed = self.over.fed(feeds, divide(self.over.rows(feeds), len(self.over.tasks)))
+        named = {by_id[value.node].name: tensor for value, tensor in zip(step.feeds, fed, strict=True)}
+        nodes = [(by_id[value.node], value.index) for value in step.fetches]
+        return list(self.session.run([f"{n.name}:{at}" if n.outputs else n.name for n, at in nodes], named))
+
+
+def over(graph: Any, fetches: Sequence[Value], feeds: Sequence[Any], tasks: int) -> StepOverRows:
+    found = over_rows(step_graph(graph, fetches, [fed.value for fed in feeds]), range(tasks))
+    assert found is not None
+    return found
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def normalized() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Unflatten(1, (1, 3)), nn.BatchNorm1d(1, affine=False))
+
+
+def dropped() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.3), nn.Linear(5, 3), nn.Dropout(0.3))
+
+
+def convolved() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Dropout(0.3), nn.Linear(3, 3), nn.LayerNorm(3))
+
+
+def recurrent() -> nn.Module:
+    torch.manual_seed(0)
+    lstm = nn.LSTM(2, 3, batch_first=True)
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = lstm
+
+        def forward(self, x: Any) -> Any:
+            return self.lstm(x.reshape(-1, 2, 2))[0][:, -1]
+
+    return Last()
+
+
+def contrast(out: Any, y: Any) -> Any:
+    z = F.normalize(out, dim=1)
+    return F.cross_entropy(z @ z.T / 0.1, torch.arange(out.shape[0]))
+
+
+LOSSES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any], int]] = {  # and how many nodes are gathered
+    "mean": (net, lambda out, y: out.square().mean(), 0),
+    "sum": (net, lambda out, y: out.square().sum(), 0),
+    "cross entropy": (
+        net,
+        lambda out, y: F.cross_entropy(out, y, weight=torch.tensor([1.0, 2.0, 3.0]), ignore_index=2),
+        0,
+    ),
+    "cross entropy of rows": (net, lambda out, y: F.cross_entropy(out, y, reduction="none").sqrt().sum(), 0),
+    "huber": (net, lambda out, y: F.huber_loss(out, F.one_hot(y, 3).to(out.dtype)), 0),
+    "bce": (net, lambda out, y: F.binary_cross_entropy(out.sigmoid(), F.one_hot(y, 3).to(out.dtype)), 0),
+    "mask": (net, lambda out, y: (out.square().sum(1) * (y == 1)).sum() / (y == 1).sum().clamp(min=1), 0),
+    "root": (net, lambda out, y: out.square().mean().sqrt(), 0),
+    "away from the mean": (net, lambda out, y: (out - out.mean(0)).square().mean() + out.mean(0).square().sum(), 0),
+    "largest": (net, lambda out, y: out.amax(0).sum() - out.amin(), 0),
+    "dice": (net, lambda out, y: 1 - (out.sigmoid() * F.one_hot(y, 3)).sum() / (out.sigmoid().sum() + y.sum()), 0),
+    "penalty": (net, lambda out, y: out.square().mean() + 1e-2 * out.sum(0).norm(), 0),
+    "logsumexp": (net, lambda out, y: torch.logsumexp(out, 0).sum(), 1),
+    "deviation": (net, lambda out, y: out.std(0).sum(), 1),
+    "contrast": (net, contrast, 3),
+    "order": (net, lambda out, y: (out.sort(0).values * torch.arange(out.shape[0]).unsqueeze(1)).mean(), 1),
+    "dropped": (dropped, lambda out, y: out.square().sum(1).median() + out.std(0).sum(), 3),
+    "batch norm": (normalized, lambda out, y: (out**3).mean(), 0),
+    "images": (convolved, lambda out, y: F.cross_entropy(out, y), 0),
+    "recurrent": (recurrent, lambda out, y: F.cross_entropy(out, y), 0),
+}
+
+
+@pytest.mark.parametrize("tasks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_are_those_of_one_machine(name: str, tasks: int) -> None:
+    """The loss, all gradients by a step of SGD, running statistics, and values in rows; batches of other lengths."""
+    make, loss_of, most = LOSSES[name]
+    found = []
+    for is_divided in (False, True):
+        model = make()
+        with tfnb.record("divided") as graph:
+            x, y = tfnb.placeholder(torch.randn(8, 4), name="x"), tfnb.placeholder(torch.randint(0, 3, (8,)), name="y")
+            out = model(x)
+            loss = loss_of(out, y)
+            train = tfnb.train.SGD(0.1).minimize(loss)
+        rows, states = torch.Generator().manual_seed(3), list[Any]()
+        step = over(graph, [loss.value, out.value, train.value], [x, y], tasks)
+        take, session = Taken(step), tfnb.Session(graph, compile="off")
+        for count in (13, 7):
+            feeds = torch.randn(count, 4, generator=rows), torch.randint(0, 3, (count,), generator=rows)
+            if is_divided:
+                states += take(feeds)[:2]
+            else:
+                states += session.run([loss, out, train], {x: feeds[0], y: feeds[1]})[:2]
+        found.append([*states, *(value.clone() for value in model.state_dict().values())])
+        assert len(step.gathered) <= most, [node.name for node in step.gathered]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW or at % 4 > 0))
+     for at, name in enumerate(sorted(IDIOMS, key=SLOW.__contains__))],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_programs_as_people_write_them(name: str) -> None:
+    """Also what they draw is what one machine draws."""
+    torch.manual_seed(1)
+    state, step, draws = IDIOMS[name]()
+    torch.manual_seed(1)
+    twin, twin_step, _ = IDIOMS[name]()
+    batches = [[draw(rows) for draw in draws] for rows in ROWS]
+    with tfnb.record() as graph:
+        fed = [tfnb.placeholder(sample) for sample in batches[0]]
+        leaves = [leaf for leaf in tree_leaves(step(*fed)) if isinstance(leaf, torch.Tensor)]
+    recorded = {at: leaf.value for at, leaf in enumerate(leaves) if hasattr(leaf, "value")}
+    draws_of = [node.value(len(node.outputs) - 1) for node in graph.nodes if node.stream is not None]
+    done = [node.value() for node in graph.nodes if node.op in ("tfnb.group", "tfnb.assign")]
+    take = Taken(over(graph, [*recorded.values(), *draws_of, *done], fed, 2 + len(name) % 2))
+    for rows, batch in zip(ROWS[1:], batches[1:], strict=True):
+        found = take(batch)
+        with SameDraws(found[len(recorded) :][: len(draws_of)]):
+            expected = plain(twin_step(*(tensor.clone() for tensor in batch)))
+        close(found[: len(recorded)], [expected[at] for at in recorded], f"{rows} rows, result")
+        close(tensors(state), tensors(twin), f"{rows} rows, state")
+
+
+def test_a_feed_that_one_task_needs_whole_is_gathered() -> None:
+    with tfnb.record("fed") as graph:
+        x = tfnb.placeholder(torch.randn(8, 2), name="x")
+        last = x.cumsum(0).flip(0)
+    rows = torch.randn(7, 2)
+    (found,) = Taken(over(graph, [last.value], [x], 3))([rows])
+    torch.testing.assert_close(found, rows.cumsum(0).flip(0), rtol=0, atol=1e-14)
+
+
+def test_a_time_axis_of_varying_length_stays_beside_the_rows() -> None:
+    """Rows times steps in time are one axis; a sum over rows is padded with a number, once."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    with tfnb.record("time") as graph:
+        x = tfnb.placeholder(torch.randn(6, 5, 3), name="x", shape=(None, None, 3))
+        out = layer(x.reshape(-1, 3)).reshape(x.shape[0], x.shape[1], 2)
+        padded = F.pad(out.sum((0, 1)), (1, 1), value=3.0)
+        loss = out.square().mean().sqrt() + padded.sum()
+        (grad,) = tfnb.gradients(loss, [layer.weight])
+    divided = over(graph, [out.value, padded.value, grad.value], [x], 3)
+    assert not divided.gathered
+    rows = torch.randn(7, 4, 3)
+    found, expected = Taken(divided)([rows]), tfnb.Session(graph).run([out, padded, grad], {x: rows})
+    torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-13)
+
+
+def test_images_are_enlarged_row_by_row() -> None:
+    with tfnb.record("images") as graph:
+        x = tfnb.placeholder(torch.randn(6, 2, 4, 4), name="x")
+        (grad,) = tfnb.gradients(F.interpolate(x, scale_factor=2, mode="bilinear").std(), [x])
+    rows = torch.randn(7, 2, 4, 4)
+    divided = over(graph, [grad.value], [x], 2)
+    assert [node.op for node in divided.gathered] == ["aten.std.correction"]
+    found, expected = Taken(divided)([rows]), tfnb.Session(graph).run([grad], {x: rows})
+    torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-13)
+
+
+def test_what_has_no_rows_is_not_divided() -> None:
+    with tfnb.record("fixed") as graph:
+        x = tfnb.placeholder(torch.ones(3), name="x", shape=(3,))
+        loss = x.sum()
+    assert over_rows(step_graph(graph, [loss.value], [x.value]), range(2)) is None

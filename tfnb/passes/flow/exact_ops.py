@@ -1,0 +1,329 @@
+"""Ops of a step over rows (`exact_rows`) that become several nodes: each task's part, sums of parts, and the rest.
+
+A mean divides each task's sum by the number of all rows; a loss by what its reduction divides by; batch norm takes
+the statistics of all rows from sums of each task; dropout takes each task's rows of the mask of all. Each function
+emits the nodes of one op, or returns False, and then the op is done by the rules, or by one task. Imports the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from tfnb.graph import Dim, Node, Ref, Spec, Value
+from tfnb.graph.graph import new_id
+from tfnb.graph.op_facts import facts_of
+from tfnb.passes.flow.row_rules import RowCall
+
+if TYPE_CHECKING:
+    from tfnb.passes.flow.exact_rows import RowDivision
+
+Form = Literal["rows", "summands", "whole", "own"]
+
+
+class FormOf(NamedTuple):
+    """The form of a value, and its values on the tasks. axis: of rows."""
+
+    form: Form
+    values: tuple[Value, ...]
+    axis: int = -1
+
+
+@dataclass
+class Emission:
+    """One node that becomes several."""
+
+    division: RowDivision
+    node: Node
+
+    def argument(self, name: str) -> Any:
+        """An argument of the op, or its default by the schema."""
+        return self.node.attrs.get(name, facts_of(self.node.op).defaults.get(name))
+
+    def value(self, name: str) -> Value | None:
+        """An operand, or None."""
+        found = self.node.attrs.get(name)
+        return self.node.inputs[found.input] if isinstance(found, Ref) else None
+
+    def axis(self, name: str) -> int | None:
+        """The axis of an operand's rows; None for an operand without rows."""
+        value = self.value(name)
+        return None if value is None else self.division.axis_of(self.spec(value))
+
+    def spec(self, value: Value) -> Spec:
+        """The spec of an operand, of all rows."""
+        return self.division.spec_at(value)
+
+    @cached_property
+    def call(self) -> RowCall | None:
+        """The call for a rule."""
+        return self.division.call_of(self.node)
+
+    def has_summands(self) -> bool:
+        """Whether an operand is summands."""
+        return any(self.division.states[v].form == "summands" for v in self.node.inputs)
+
+    def rows(self, value: Value) -> tuple[Value, ...]:
+        """The rows of an operand, on each task."""
+        axis = self.division.axis_of(self.spec(value))
+        assert axis is not None
+        return self.division.rows_of(value, axis)
+
+    def alike(self, value: Value) -> tuple[Value, ...]:
+        """A whole operand, on each task."""
+        return self.division.alike(value)
+
+    def each(self, op: str, *operands: Sequence[Value], spec: Spec, **arguments: Any) -> tuple[Value, ...]:
+        """One new node on each task, of ``self`` and perhaps ``other``; ``spec`` of all rows."""
+        division, name = self.division, f"{self.node.name}/{op.split('.')[1]}"
+        attrs = {key: Ref(at) for at, key in zip(range(len(operands)), ("self", "other"), strict=False)} | arguments
+        found = []
+        for task in range(len(division.tasks)):
+            given, own = [values[task] for values in operands], division.spec_of(spec, task, {})
+            found.append(division.new(name, op, given, attrs, own, self.node, task))
+        return tuple(found)
+
+    def total(self, summands: Sequence[Value], spec: Spec) -> tuple[Value, ...]:
+        """The sum of summands, on each task."""
+        division = self.division
+        return (division.summed(self.node, summands, spec),) * len(division.tasks)
+
+    def give(self, form: Form, values: tuple[Value, ...], index: int = 0, axis: int = -1) -> None:
+        """The form of an output, and its values."""
+        self.division.states[self.node.value(index)] = FormOf(form, values, axis)
+        self.division.ids[self.node.id] = tuple(value.node for value in values)
+
+    def copies(self, **attrs: Any) -> list[Node] | None:
+        """The node itself on each task, with other arguments."""
+        call = self.call
+        return None if call is None else self.division.copies(self.node, call, {**self.node.attrs, **attrs})
+
+
+def _count(sizes: Iterable[int | Dim]) -> Dim:
+    """The product of sizes, as one."""
+    return Dim("*".join(f"({size})" for size in sizes) or "1")
+
+
+def _mean(e: Emission) -> bool:
+    """A mean over rows: each task's sum, divided by the number of all."""
+    value = e.value("self")
+    assert value is not None
+    spec, dim = e.spec(value), e.argument("dim")
+    axis = e.division.axis_of(spec)
+    rank = len(spec.shape)
+    dims = list(range(rank)) if not dim else [one % rank for one in ([dim] if isinstance(dim, int) else dim)]
+    if axis is None or axis not in dims:
+        return False
+    out = e.node.outputs[0]
+    about = {"dim": dims, "keepdim": bool(e.argument("keepdim")), "dtype": out.dtype}
+    sums = e.each("aten.sum.dim_IntList", e.rows(value), spec=out, **about)
+    count = _count(spec.shape[one] for one in dims)
+    e.give("summands", e.each("aten.div.Tensor", sums, spec=out, other=count))
+    return True
+
+
+def _extreme(e: Emission) -> bool:
+    """The largest or smallest of rows: the extreme of the tasks' extremes."""
+    value = e.value("self")
+    if value is None or (axis := e.division.axis_of(e.spec(value))) is None or len(e.node.inputs) != 1:
+        return False
+    spec, dim, division = e.spec(value), e.argument("dim"), e.division
+    rank = len(spec.shape)
+    dims = list(range(rank)) if not dim else [one % rank for one in dim]
+    if axis not in dims:
+        return False
+    kept = replace(spec, shape=tuple(1 if at in dims else size for at, size in enumerate(spec.shape)))
+    each = e.each(e.node.op, e.rows(value), spec=kept, dim=dims, keepdim=True)
+    count = len(division.tasks)
+    many = replace(kept, shape=tuple(count if at == axis else size for at, size in enumerate(kept.shape)))
+    refs = [Ref(at) for at in range(count)]
+    name = e.node.name
+    joined = division.new(f"{name}/cat", "aten.cat.default", each, {"tensors": refs, "dim": axis}, many, e.node)
+    one = division.new(
+        f"{name}/all", e.node.op, (joined,), {"self": Ref(0), "dim": [axis], "keepdim": True}, kept, e.node
+    )
+    out = e.node.outputs[0]
+    if out.shape != kept.shape:
+        size = {"self": Ref(0), "shape": list(out.shape)}
+        one = division.new(f"{name}/shape", "aten.reshape.default", (one,), size, out, e.node)
+    e.give("whole", (one,) * count)
+    return True
+
+
+def _loss(e: Emission) -> bool:
+    """A loss with a ``reduction``: of rows, a sum over them, or that by the number of all."""
+    call, reduction = e.call, e.argument("reduction")
+    if call is None or e.has_summands() or not call.is_aligned():
+        return False
+    rows = tuple(size for size in _broadcast([e.spec(v).shape for v in e.node.inputs]))
+    out = e.node.outputs[0]
+    copies = e.copies(reduction=min(reduction, 1) * 2)
+    assert copies is not None
+    values = tuple(copy.value() for copy in copies)
+    if reduction == 0:
+        axis = e.division.axis_of(out)
+        assert axis is not None
+        e.give("rows", values, axis=axis)
+    elif reduction == 2:
+        e.give("summands", values)
+    else:
+        e.give("summands", e.each("aten.div.Tensor", values, spec=out, other=_count(rows)))
+    return True
+
+
+def _loss_back(e: Emission) -> bool:
+    """The gradient of such a loss, of rows."""
+    call, reduction, out = e.call, e.argument("reduction"), e.node.outputs[0]
+    axis = e.division.axis_of(out)
+    if call is None or axis is None or e.has_summands() or not call.is_aligned():
+        return False
+    copies = e.copies(reduction=min(reduction, 1) * 2)
+    assert copies is not None
+    values = tuple(copy.value() for copy in copies)
+    if reduction == 1:
+        rows = _broadcast([e.spec(v).shape for v in e.node.inputs])
+        values = e.each("aten.div.Tensor", values, spec=out, other=_count(rows))
+    e.give("rows", values, axis=axis)
+    return True
+
+
+def _class_loss(e: Emission) -> bool:
+    """Cross entropy of rows by their classes: the sum of losses, and the total of weights, of each task."""
+    reduction = e.argument("reduction")
+    if e.axis("self") != 0 or e.axis("target") != 0 or e.has_summands():
+        return False
+    copies = e.copies(reduction=min(reduction, 1) * 2)
+    if copies is None:
+        return False
+    losses, weights = (tuple(copy.value(at) for copy in copies) for at in (0, 1))
+    out, total = e.node.outputs
+    if reduction == 1:
+        whole = e.total(weights, total)
+        losses = e.each("aten.div.Tensor", losses, whole, spec=out)
+    e.give("rows" if reduction == 0 else "summands", losses, axis=0 if reduction == 0 else -1)
+    e.give("whole" if reduction == 0 else "summands", weights, index=1)
+    e.division.ids[e.node.id] = tuple(copy.id for copy in copies)
+    return True
+
+
+def _dropout(e: Emission) -> bool:
+    """Dropout: each task draws the mask of all rows, and takes that of its own."""
+    value, division = e.value("input"), e.division
+    if value is None or not e.argument("train") or (axis := division.axis_of(e.spec(value))) is None:
+        return False
+    if e.has_summands():
+        return False
+    drawn = replace(e.node, id=new_id(), inputs=(division.ones(e.spec(value), e.node),))
+    division.drawn[drawn.id] = drawn
+    division.do_whole(drawn)
+    scaled, mask = (division.rows_of(drawn.value(at), axis) for at in (0, 1))
+    out = e.each("aten.mul.Tensor", e.rows(value), scaled, spec=e.node.outputs[0])
+    e.give("rows", out, axis=axis)
+    e.give("rows", mask, index=1, axis=axis)
+    return True
+
+
+def _batch_norm(e: Emission) -> bool:
+    """Batch norm in training, of the statistics of all rows: means of each task's sums, twice."""
+    x, training = e.value("input"), e.argument("training")
+    if x is None or e.axis("input") != 0 or not training or e.has_summands():
+        return False
+    out, mean_spec = e.node.outputs[:2]
+    dims, flat = _of_channels(e.spec(x))
+    count, rows = _count(e.spec(x).shape[at] for at in dims), e.rows(x)
+
+    def mean(values: Sequence[Value]) -> tuple[Value, ...]:
+        sums = e.each("aten.sum.dim_IntList", values, spec=mean_spec, dim=dims)
+        return e.each("aten.div.Tensor", e.total(sums, mean_spec), spec=mean_spec, other=count)
+
+    def spread(values: Sequence[Value]) -> tuple[Value, ...]:
+        return e.each("aten.reshape.default", values, spec=replace(mean_spec, shape=tuple(flat)), shape=flat)
+
+    mu = mean(rows)
+    away = e.each("aten.sub.Tensor", rows, spread(mu), spec=out)
+    var = mean(e.each("aten.mul.Tensor", away, away, spec=out))
+    shifted = e.each("aten.add.Tensor", var, spec=mean_spec, other=e.argument("eps"))
+    scale = e.each("aten.rsqrt.default", shifted, spec=mean_spec)
+    y = e.each("aten.mul.Tensor", away, spread(scale), spec=out)
+    for op, name in (("aten.mul.Tensor", "weight"), ("aten.add.Tensor", "bias")):
+        if (own := e.value(name)) is not None:
+            y = e.each(op, y, spread(e.alike(own)), spec=out)
+    e.give("rows", y, axis=0)
+    e.give("whole", mu, index=1)
+    e.give("whole", scale, index=2)
+    momentum = e.argument("momentum")
+    less = Dim(f"({count}) - 1")
+    total = e.each("aten.mul.Tensor", var, spec=mean_spec, other=count)
+    unbiased = e.each("aten.div.Tensor", total, spec=mean_spec, other=less)
+    for index, name, new in ((3, "running_mean", mu), (4, "running_var", unbiased)):
+        if index < len(e.node.outputs) and (old := e.value(name)) is not None:
+            kept = e.each("aten.mul.Tensor", e.alike(old), spec=mean_spec, other=1 - momentum)
+            added = e.each("aten.mul.Tensor", new, spec=mean_spec, other=momentum)
+            e.give("whole", e.each("aten.add.Tensor", kept, added, spec=mean_spec), index=index)
+    return True
+
+
+def _batch_norm_back(e: Emission) -> bool:
+    """The gradients of batch norm in training, by sums of the tasks' sums over rows."""
+    x, grad = e.value("input"), e.value("grad_out")
+    if x is None or grad is None or e.axis("input") != 0 or e.axis("grad_out") != 0 or e.has_summands():
+        return False
+    if not e.argument("train"):
+        return False
+    out, channels = e.node.outputs[0], e.spec(x)
+    dims, flat = _of_channels(channels)
+    mean, scale = e.value("save_mean"), e.value("save_invstd")
+    assert mean is not None and scale is not None
+    spec = e.spec(mean)
+    count = _count(channels.shape[at] for at in dims)
+    rows, given = e.rows(x), e.rows(grad)
+
+    def spread(values: Sequence[Value]) -> tuple[Value, ...]:
+        return e.each("aten.reshape.default", values, spec=replace(spec, shape=tuple(flat)), shape=flat)
+
+    def total(values: Sequence[Value]) -> tuple[Value, ...]:
+        return e.total(e.each("aten.sum.dim_IntList", values, spec=spec, dim=dims), spec)
+
+    def share(values: Sequence[Value]) -> tuple[Value, ...]:
+        return spread(e.each("aten.div.Tensor", values, spec=spec, other=count))
+
+    away = e.each("aten.sub.Tensor", rows, spread(e.alike(mean)), spec=channels)
+    normal = e.each("aten.mul.Tensor", away, spread(e.alike(scale)), spec=channels)
+    of_weight = total(e.each("aten.mul.Tensor", given, normal, spec=channels))
+    of_bias = total(given)
+    less = e.each("aten.sub.Tensor", given, share(of_bias), spec=channels)
+    along = e.each("aten.mul.Tensor", normal, share(of_weight), spec=channels)
+    less = e.each("aten.sub.Tensor", less, along, spec=channels)
+    factor = e.alike(scale)
+    if (weight := e.value("weight")) is not None:
+        factor = e.each("aten.mul.Tensor", factor, e.alike(weight), spec=spec)
+    e.give("rows", e.each("aten.mul.Tensor", less, spread(factor), spec=out), axis=0)
+    e.give("whole", of_weight, index=1)
+    e.give("whole", of_bias, index=2)
+    return True
+
+
+def _of_channels(spec: Spec) -> tuple[list[int], list[int | Dim]]:
+    """The axes that are no channels, and the shape of one number for each channel."""
+    shape = spec.shape
+    return [at for at in range(len(shape)) if at != 1], [size if at == 1 else 1 for at, size in enumerate(shape)]
+
+
+def _broadcast(shapes: Sequence[Sequence[int | Dim]]) -> list[int | Dim]:
+    """The shape that others broadcast to."""
+    rank = max(map(len, shapes))
+    wide: list[list[int | Dim]] = [[*[1] * (rank - len(shape)), *shape] for shape in shapes]
+    return [next((size for size in sizes if size != 1), 1) for sizes in zip(*wide, strict=True)]
+
+
+SPECIAL = {
+    "mean": _mean, "amax": _extreme, "amin": _extreme, "native_dropout": _dropout,
+    "nll_loss_forward": _class_loss, "nll_loss2d_forward": _class_loss,
+    "_native_batch_norm_legit_functional": _batch_norm, "native_batch_norm_backward": _batch_norm_back,
+    **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+                     "soft_margin_loss", "binary_cross_entropy_with_logits"), _loss),
+    **dict.fromkeys(("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward",
+                     "binary_cross_entropy_backward", "soft_margin_loss_backward"), _loss_back),
+}  # fmt: skip
