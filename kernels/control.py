@@ -26,13 +26,14 @@ Sequences = Sequence[Any]  # see `tfnb.kernels.rows.rows_of`
 def while_loop(
     cond: Function | None, body: Function, init: Sequence[torch.Tensor], xs: Sequences,
     captures: Sequence[torch.Tensor], *, limit: int | None, rows: Sequence[Row | Column], reverse: bool = False,
-    run: int = 0, draws: bool = False, replicas: bool = False,
+    run: int = 0, draws: bool = False, replicas: tuple[int, int] | None = None,
 ) -> list[Any]:  # fmt: skip
     """The carried values after the last iteration, the number of iterations (int64, on the CPU), and the rows, stacked
     or packed.
 
     See `tfnb.graph.subgraph` for the meaning. draws: each iteration gets a random number of its own;
-    replicas: that of a replica of a step, by its place. rows: of each what one is, or a column that takes them.
+    replicas: that of the replica of a step at the place of the iteration, by the place of the first iteration and the
+    distance between two. rows: of each what one is, or a column that takes them.
     """
     lengths, sequences = zip(*(rows_of(x, reverse=reverse) for x in xs), strict=True) if xs else ((), ())
     limit = min([*lengths[:1], *([] if limit is None else [limit])], default=None)
@@ -60,10 +61,11 @@ def _count(iterations: int) -> torch.Tensor:
     return torch.tensor(iterations, device="cpu")  # wherever factories make their tensors by default
 
 
-def _number(run: int, iteration: int, limit: int | None, reverse: bool, replicas: bool) -> int:
+def _number(run: int, iteration: int, limit: int | None, reverse: bool, replicas: tuple[int, int] | None) -> int:
     """The stream position of an iteration; a backward loop repeats the draws of the forward loop."""
     if replicas:
-        return run + iteration * REPLICA
+        first, step = replicas
+        return run + (first + iteration * step) * REPLICA
     return mix(run, limit - 1 - iteration if reverse and limit is not None else iteration)
 
 
@@ -85,7 +87,7 @@ class Replay:
     reverse: bool
     run: int
     draws: bool
-    replicas: bool = False
+    replicas: tuple[int, int] | None = None
 
     def own(self, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The carried values; those written by iterations are copies."""

@@ -229,6 +229,7 @@ class World:
                                    "batch_size": None,
                                    "shuffle": False, "seed": 0, "callbacks": (), "mode": "sync", "resume": False,
                                    "memory_budget": "1GB", "microbatches": None, "schedule": None,
+                                   "replicas": 1,
                                    "allow_plain_collectives": False}),
             "compare": Call(tfnb.compare, {"fetch": self.train, "data": [ones], "modes": {"a": {}},
                                            "watch": self.loss, "seeds": 1, "feeds": [x]}),

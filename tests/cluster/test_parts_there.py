@@ -132,6 +132,25 @@ def test_fetches_behind_an_update_and_fetched_variables(connect) -> None:
         assert value.tolist() == [1 + 2 * at] * 3
 
 
+def test_a_server_that_needs_no_value_of_the_tasks_writes_with_the_others(connect) -> None:
+    """Such as one that holds a count of steps only."""
+    with tfnb.record():
+        with tfnb.device("ps:0", soft=True):
+            w = tfnb.Variable(torch.ones(3), name="w")
+        with tfnb.device("ps:1", soft=True):
+            count = tfnb.Variable(torch.zeros(()), name="count")
+        x = tfnb.placeholder(torch.ones(2, 3), name="x")
+        with on(0):
+            h = x * w
+        with on(1):
+            step = tfnb.group(w.assign_add(h.sum(0)), count.assign_add(torch.ones(())))
+    cluster = connect(2)
+    for _ in range(2):
+        tfnb.run(step, {x: torch.ones(2, 3)}, timeout=60)
+    cluster.pull()
+    assert w.value().tolist() == [9.0] * 3 and count.value() == 2
+
+
 def test_fit_takes_each_batch_over_the_tasks(connect) -> None:
     g, x, y, (loss, step) = trained()
     data = batch(x, y, 24)

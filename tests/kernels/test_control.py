@@ -17,7 +17,7 @@ def test_the_count_of_iterations_stays_on_the_cpu_wherever_factories_make_tensor
     assert (iterations.device.type, int(iterations)) == ("cpu", 3)
 
 
-@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("replicas", [None, (0, 1), (1, 3)])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_iterations_taken_again_have_the_same_draws(replicas: bool, reverse: bool) -> None:
     xs = [torch.arange(4)]

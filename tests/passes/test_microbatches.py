@@ -387,3 +387,74 @@ def test_stages_of_a_pipeline_give_the_bits_of_one_device():
     expected, others = trained("dataflow", stages=False)
     assert losses == expected
     assert all(map(torch.equal, weights, others))
+
+
+def _jumps(layers, on, x):
+    """A U: values come back to earlier stages, and gradients are sums over stages."""
+    with on(0):
+        h = layers[0](x).tanh()
+    with on(1):
+        g = layers[1](h).tanh()
+    with on(0):
+        h = layers[2](g + h)
+    with on(1):
+        return h.square().mean()
+
+
+def _sums(layers, on, x):
+    """A product that is added to a matrix, at one stage and over two."""
+    with on(0):
+        h = layers[0](x).tanh()
+        h = h + h @ layers[1].weight
+    with on(1):
+        return (h + h @ layers[2].weight.t()).square().mean()
+
+
+def _unrolled(layers, on, x):
+    """Many products by one weight."""
+    with on(0):
+        rows = [layers[0](x + step).tanh() for step in range(12)]
+    with on(1):
+        h = rows[0]
+        for row in rows:
+            h = (layers[1](row) + layers[2](h)).tanh()
+        return h.square().mean()
+
+
+def _recurrent(layers, on, x):
+    with on(0):
+        h, _ = layers[3](x[:, None].expand(-1, 5, -1))
+    with on(1):
+        h, _ = layers[4](h)
+        return layers[2](h[:, -1]).square().mean()
+
+
+def _spectra(layers, on, x):
+    """The gradient of a product with a complex number takes a constant, which lies outside of the loop."""
+    with on(0):
+        h = torch.fft.rfft(layers[0](x).tanh())
+    with on(1):
+        return layers[1](torch.fft.irfft(h * (1 + 0.5j), n=4)).square().mean()
+
+
+@pytest.mark.parametrize("net", [_jumps, _sums, _unrolled, _recurrent, _spectra])
+def test_stages_have_the_bits_of_the_same_requests_in_one_part(net):
+    """Products are stacked, and sums taken into them, at each place apart: in one process, too."""
+
+    def trained(executor):
+        torch.manual_seed(5)
+        layers = nn.ModuleList([*(nn.Linear(4, 4) for _ in range(3)), *(nn.GRU(4, 4, batch_first=True) for _ in "ab")])
+        layers = layers.double()
+        with tfnb.record() as graph:
+            x = tfnb.placeholder(torch.ones(2, 4, dtype=torch.float64), name="x")
+            loss = net(layers, lambda task: tfnb.device(f"task:{task}", soft=True), x)
+            train = tfnb.train.Adam(0.01).minimize(loss)
+        data = torch.linspace(-1, 1, 44, dtype=torch.float64).reshape(11, 4).sin()
+        with Session(graph, executor=executor, compile="off") as session:
+            call = session.make_callable((train, loss), [x], microbatches=4)
+            losses = [call(data)[1].item() for _ in range(3)]
+        return losses, [parameter.detach().clone() for parameter in layers.parameters()]
+
+    (losses, weights), (expected, others) = trained("parts"), trained("auto")
+    assert losses == expected
+    assert all(map(torch.equal, weights, others))

@@ -116,7 +116,7 @@ def fit(
     validation: Data | None = None, callbacks: Callback | Sequence[Callback] = (), mode: str | SyncReplicas = "sync",
     backup: int = 0, staleness: int | None = None, resume: bool | str | PathLike[str] = False,
     check: str | None = None, exact: bool | None = None, microbatches: int | Literal["auto"] | None = None,
-    schedule: str | None = None, checkpoint: str | PathLike[str] | Saver | None = None,
+    schedule: str | None = None, replicas: int = 1, checkpoint: str | PathLike[str] | Saver | None = None,
     checkpoint_every: float = 30.0, restarts: int = 5, timeout: float | None = None,
     progress_after: float = 2.0, memory_budget: int | str | None = None, allow_plain_collectives: bool = False,
 ) -> RunResult:  # fmt: skip
@@ -218,9 +218,15 @@ def fit(
     task, `tfnb.device`, are a stage there; values go from stage to stage for one of the ``microbatches`` after the
     other, and the Variables have the bits of the same call in this process. schedule: ``"1f1b"``, where stage s of S
     works on S - s microbatches at a time, the least of them first, and holds the activations of no more; ``"gpipe"``
-    does all of them forward, then backward, and holds all. Another call may have another mode: it
-    goes on with the variables and the state of the optimizer as they are. In the midst of a training a callback changes
-    it: ``progress.change("async")``.
+    does all of them forward, then backward, and holds all. replicas: so many copies of a pipeline of S stages work side
+    by side, on ``replicas * S`` tasks: replica j does stage s at task ``j * S + s``, for the microbatches j,
+    j + replicas, j + 2 * replicas ... of each batch. Gradients are added up over all of them and one update is made, at
+    the servers, or with ``connect(ps="stages")`` at the tasks of the first replica. That is the step of one pipeline
+    over as many microbatches, with the same random numbers, but for the order in which gradients are added; what
+    microbatches write themselves, such as running statistics of batch norm, is what those of the first replica make of
+    it. The same call in this process has the same bits. Another call may have another mode: it goes on with the
+    variables and the state of the optimizer as they are. In the midst of a training a callback changes it:
+    ``progress.change("async")``.
 
     Raises InvalidArgument or ShapeError for data that does not fit, before anything runs; DeadlineExceeded after
     ``timeout``; KeyboardInterrupt when interrupted. Variables are then at a whole number of steps.
@@ -232,9 +238,11 @@ def fit(
     ...     train = tfnb.train.SGD(0.1).minimize(layer(x).square().mean())
     >>> tfnb.fit(train, {x: torch.ones(8, 2)}, epochs=3, batch_size=4).steps
     6
+    >>> tfnb.fit(train, {x: torch.ones(8, 2)}, batch_size=8, mode="pipeline", microbatches=4, replicas=2).steps
+    1
     """
     __tracebackhide__ = True
-    how = mode_of(mode, backup, staleness, allow_plain_collectives, schedule)
+    how = mode_of(mode, backup, staleness, allow_plain_collectives, schedule, replicas)
     exact, saver = exact_of(exact, how, microbatches), saver_of(checkpoint, checkpoint_every)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
         raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
@@ -304,7 +312,6 @@ def _here(
     division: Division, *, exact: bool | None,
 ) -> Taken:  # fmt: skip
     """Steps taken in this process, with a standstill after each epoch."""
-    microbatches = division.microbatches
     if not division.is_whole:
         fetch = operations_of(fetch, session)
     keys: tuple[Any, ...] = ()
@@ -317,11 +324,11 @@ def _here(
         if call is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
             known_keys(session, batch.keys, named=not source.is_ours)
             keys = batch.keys
-            call = session.make_callable((fetch, watched), keys, check=check, microbatches=microbatches)
+            call = session.make_callable((fetch, watched), keys, check=check, microbatches=division)
             if not division.is_whole and exact is not False:
                 look_at_means(session, (fetch, watched), keys, batch.values, division)
             written = next(iter(session.written((fetch, watched), keys)), None)
-            run.code = partial(session.code, (fetch, watched), keys, microbatches=microbatches)
+            run.code = partial(session.code, (fetch, watched), keys, microbatches=division)
         run.steps.begins(batch.position, written)
         values = call(*batch.values)[1]
         if batch.rows > largest:

@@ -161,6 +161,11 @@ def division_of(microbatches: object, session: Session, mode: Mode) -> Division:
     if microbatches is None:
         return WHOLE
     asked = division(microbatches)
+    if asked.microbatches != AUTO and asked.microbatches < mode.pipelines:
+        raise InvalidArgument(
+            f"replicas={mode.pipelines} of a pipeline divide its microbatches={asked.microbatches} among them, and "
+            f"some would have none: take microbatches={4 * mode.pipelines}, for example, or fewer replicas"
+        )
     if asked.is_whole:
         return WHOLE
     if mode.is_pipeline and asked.microbatches == AUTO:
@@ -168,7 +173,7 @@ def division_of(microbatches: object, session: Session, mode: Mode) -> Division:
             "microbatches='auto' is chosen by a memory budget, and mode='pipeline' has none: say how many"
         )
     if mode.is_pipeline:  # in this process the loop over microbatches, with the same values
-        return asked._replace(schedule="" if session.cluster is None else mode.schedule)
+        return asked._replace(schedule="" if session.cluster is None else mode.schedule, replicas=mode.pipelines)
     if session.cluster is not None:
         raise Unimplemented(
             f"microbatches={microbatches} are of trainings in this process and of mode='pipeline', and a cluster is "
@@ -216,13 +221,10 @@ def operations_of(fetch: Fetches, session: Session) -> list[Any]:
 
 def mode_of(
     mode: str | SyncReplicas, backup: int, staleness: int | None, allow_plain_collectives: bool = False,
-    schedule: object = None,
+    schedule: object = None, replicas: object = 1,
 ) -> Mode:  # fmt: skip
     """The mode that is asked for; raises InvalidArgument, or Unimplemented for one that is to come."""
-    if schedule is not None and mode != "pipeline":
-        raise InvalidArgument(f"schedule={schedule!r} belongs to mode='pipeline', not to {mode!r}")
-    if schedule is not None and schedule not in SCHEDULES:
-        raise InvalidArgument(f"schedule is one of {', '.join(map(repr, SCHEDULES))}, not {schedule!r}")
+    pipeline = _pipeline_of(mode, schedule, replicas)
     if not isinstance(allow_plain_collectives, bool):
         raise InvalidArgument(f"allow_plain_collectives is True or False, not {allow_plain_collectives!r}")
     if allow_plain_collectives and mode != "allreduce":
@@ -251,6 +253,22 @@ def mode_of(
             "mode='bounded' takes staleness, the number of steps that a task may be ahead of the slowest one: an int "
             f"of at least 0, not {staleness!r}"
         )
+    return pipeline or Mode(mode, backup, staleness, is_plain=allow_plain_collectives)
+
+
+def _pipeline_of(mode: str | SyncReplicas, schedule: object, replicas: object) -> Mode | None:
+    """The mode of a pipeline; None for another mode, which has none of its options. Raises InvalidArgument."""
+    if type(replicas) is not int or replicas < 1:
+        raise InvalidArgument(f"replicas is how many copies of a pipeline work, an int of at least 1, not {replicas!r}")
     if mode == "pipeline":
-        return Mode(mode, schedule=SCHEDULES[0] if schedule is None else schedule)
-    return Mode(mode, backup, staleness, is_plain=allow_plain_collectives)
+        if schedule is not None and schedule not in SCHEDULES:
+            raise InvalidArgument(f"schedule is one of {', '.join(map(repr, SCHEDULES))}, not {schedule!r}")
+        return Mode("pipeline", schedule=SCHEDULES[0] if schedule is None else schedule, pipelines=replicas)
+    if replicas > 1:
+        raise InvalidArgument(
+            f"replicas={replicas} are of mode='pipeline': in mode {mode!r} each compute task is a replica, so that "
+            "tfnb.connect says how many there are"
+        )
+    if schedule is not None:
+        raise InvalidArgument(f"schedule={schedule!r} belongs to mode='pipeline', not to {mode!r}")
+    return None

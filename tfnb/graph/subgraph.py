@@ -13,8 +13,8 @@ holds (None: always), at most ``limit`` times, and once for each row of ``xs``. 
 then rows. The node's outputs are the carried values, the number of iterations, and the rows stacked; ``rows`` has their
 shapes. Where ``rows`` has a rank instead, each row has a shape of its own, and there are two outputs: the elements of
 all of them, and their shapes, [iterations, rank]. A pair among ``xs`` is such a sequence. With ``reverse`` the last
-rows of ``xs`` and of the result belong to the first iteration. With ``replicas`` an iteration draws what the replica
-of a step draws whose place is its number.
+rows of ``xs`` and of the result belong to the first iteration. With ``replicas``, a pair (first, step), iteration i
+draws what the replica at place ``first + i * step`` of a step draws.
 
 ``tfnb.call`` (``function``, ``args``) gives the outputs of the body of a `Recursion` for its args.
 """

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,18 +47,32 @@ def divide(rows: int, parts: int) -> list[tuple[int, int]]:
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
+class LoopResult(NamedTuple):
+    """How the results of several loops, each over some of the microbatches, become that of one.
+
+    way: as of `tfnb.passes.flow.merges`. seen: of a sum over weights, the result of the same loop that says whether
+    there was any weight.
+    """
+
+    way: str
+    seen: int | None = None
+
+
 @dataclass(frozen=True)
 class Microbatches:
     """``step`` over microbatches.
 
     Feeds: of the original step, then for each divided feed the shapes of its microbatches, [microbatches, rank], and
     the microbatches' shares of the rows. ``divided``: for each original feed, whether it is divided. ``moved``:
-    Variables that each microbatch writes, without statistics of batch norm.
+    Variables that each microbatch writes, without statistics of batch norm. ``loop``: the id of the loop; ``results``:
+    its outputs.
     """
 
     step: StepGraph
     divided: tuple[bool, ...]
     moved: tuple[Variable, ...]
+    loop: int
+    results: tuple[LoopResult, ...]
 
 
 def in_microbatches(step: StepGraph, most: int = 1, schedule: str = "") -> Microbatches:
@@ -106,7 +120,8 @@ class _Loop:
                 self.gradient.add(node.id)
             sizes = [*node.symbols, *(s for spec in node.outputs for s in _symbols(spec.shape))]
             differs = draws(node) or "gradient" in node.tags or not symbols.isdisjoint(sizes)
-            if differs or any(v in self.rows or v.node in self.varying for v in node.inputs):
+            is_constant = node.op == "tfnb.constant"  # of a derivative, too: a loop that is cut has none inside
+            if (differs and not is_constant) or any(v in self.rows or v.node in self.varying for v in node.inputs):
                 self.varying.add(node.id)
         self.moved = self._moved()
         while (more := self._moved()) != self.moved:  # a buffer that is read moves others
@@ -271,10 +286,10 @@ class _Loop:
         totals = [given(f"total.{self.by_id[v.node].name}", spec) for v, spec in zip(carried, wide, strict=True)]
         for each in sums:
             each.before = given("weights", _SHARE), given("weights.seen", _SHARE)
+        share = given("share", _SHARE)  # the first of the rows: each stage counts microbatches by the shares
         for value in self.step.feeds:
             if value in self.rows:
                 same[value] = given(self.by_id[value.node].name, self._spec(value))
-        share = given("share", _SHARE)
         bound = {s for v in inputs for s in _symbols(body[inputs.index(v)].outputs[0].shape)}
         taken = [v for node in inner.values() for v in node.inputs]
         taken += [v for v in (*self.borders, *self.moved.values())]
@@ -313,7 +328,7 @@ class _Loop:
                 outputs.append(of(value))
                 continue
             inputs_of = of(value), share if by is None else by.own
-            made = _node("weighted", "tfnb.times_weight.default", inputs_of, self._spec(value), value=0, weight=1)
+            made = op_node("weighted", "tfnb.times_weight.default", inputs_of, self._spec(value), value=0, weight=1)
             body.append(replace(made, tags=GRADIENT))
             outputs.append(made.value())
         part = Subgraph(Contents(tuple(distinct(body))), tuple(inputs), tuple(outputs))
@@ -325,9 +340,9 @@ def _adding(way: str, total: Value, value: Value, share: Value, weight: _TotalIn
     if weight is not None:
         node = weight.added(total, value, spec)
     elif way == "mean":
-        node = _node("add_share", MERGES[way].carried, (total, value, share), spec, total=0, value=1, share=2)
+        node = op_node("add_share", MERGES[way].carried, (total, value, share), spec, total=0, value=1, share=2)
     else:
-        node = _node(way, MERGES[way].carried, (total, value), spec, self_=0, other=1)
+        node = op_node(way, MERGES[way].carried, (total, value), spec, self_=0, other=1)
     return replace(node, tags=GRADIENT)  # a stage takes up sums with its backward pass
 
 
@@ -350,16 +365,16 @@ class _TotalInLoop:
         """The nodes of the body."""
         made = self._of(number)
         self.own = made[-1].value() if made else number
-        total = _node("weights.sum", "aten.add.Tensor", (self.before[0], number), _SHARE, self_=0, other=1)
-        size = _node("weights.size", "aten.abs.default", (self.own,), _SHARE, self_=0)
-        seen = _node("weights.seen", "aten.add.Tensor", (self.before[1], size.value()), _SHARE, self_=0, other=1)
+        total = op_node("weights.sum", "aten.add.Tensor", (self.before[0], number), _SHARE, self_=0, other=1)
+        size = op_node("weights.size", "aten.abs.default", (self.own,), _SHARE, self_=0)
+        seen = op_node("weights.seen", "aten.add.Tensor", (self.before[1], size.value()), _SHARE, self_=0, other=1)
         self.after = total.value(), seen.value()
         return [replace(node, tags=GRADIENT) for node in (*made, total, size, seen)]
 
     def added(self, total: Value, value: Value, spec: Spec) -> Node:
         """The node that adds a weighted value to a carried sum."""
         inputs = (total, value, self.own, self.before[1])
-        return _node("add_weighted", "tfnb.add_weighted.default", inputs, spec, total=0, value=1, weight=2, seen=3)
+        return op_node("add_weighted", "tfnb.add_weighted.default", inputs, spec, total=0, value=1, weight=2, seen=3)
 
     def behind(self, loop: Node, at: int) -> tuple[Value, Value, list[Node]]:
         """The weight of the batch and the sum of sizes, which lie ``at`` among the loop's results; nodes for them."""
@@ -370,11 +385,11 @@ class _TotalInLoop:
         """The nodes of a weight, from its number."""
         made: list[Node] = []
         if self.weight.shift:
-            node = _node("weights.shift", "aten.add.Tensor", (number,), _SHARE, self_=0)
+            node = op_node("weights.shift", "aten.add.Tensor", (number,), _SHARE, self_=0)
             made.append(replace(node, attrs={**node.attrs, "other": self.weight.shift}))
             number = node.value()
         if self.weight.least > -math.inf:
-            node = _node("weights.least", "aten.clamp_min.default", (number,), _SHARE, self_=0)
+            node = op_node("weights.least", "aten.clamp_min.default", (number,), _SHARE, self_=0)
             made.append(replace(node, attrs={**node.attrs, "min": self.weight.least}))
         return made
 
@@ -422,12 +437,12 @@ class _Build:
 
         attrs: dict[str, Any] = {
             "init": tuple(map(ref, (*reads, *zeros))),
-            "xs": (*((ref(a), ref(b)) for a, b in flat), ref(shares)),
+            "xs": (ref(shares), *((ref(a), ref(b)) for a, b in flat)),
             "captures": tuple(map(ref, captured)),
             "limit": None, "cond": None, "body": body,
             "rows": tuple(len(loop._spec(v).shape) for v in stacked),
             "reverse": False, "back_prop": False, "parallel_iterations": loop.most, "recompute": False,
-            "swap_memory": None, "replicas": True, **({"schedule": loop.schedule} if loop.schedule else {}),
+            "swap_memory": None, "replicas": (0, 1), **({"schedule": loop.schedule} if loop.schedule else {}),
         }  # fmt: skip
         wide = [_wide(loop._spec(v)) for v in carried]
         outs = [*(v.spec for v in variables), *wide, *[_SHARE] * (2 * len(sums)), Spec(torch.int64, ())]
@@ -476,7 +491,20 @@ class _Build:
         feeds = (*step.feeds, *(shapes[v] for v in step.feeds if v in loop.rows), shares)
         moved = tuple(v for v in variables if v.held is None or not v.held.is_of_batch_norm())
         pruned = prune(graph, fetches, feeds, [group.id])  # whatever is fetched, all of it is written
-        return Microbatches(StepGraph(graph, pruned, fetches, feeds), loop.divided, moved)
+        results = self._results(ways, weights, sums, len(variables))
+        return Microbatches(StepGraph(graph, pruned, fetches, feeds), loop.divided, moved, whole_loop.id, results)
+
+    def _results(
+        self, ways: Mapping[Value, str], weights: Mapping[Value, Weight], sums: Sequence[_TotalInLoop], moved: int
+    ) -> tuple[LoopResult, ...]:
+        """The outputs of the loop: moved Variables, carried values, totals of weights, a count, and stacked values."""
+        carried = [value for value, way in ways.items() if MERGES[way].carried]
+        first = moved + len(carried)
+        seen = {each.weight: first + 2 * at + 1 for at, each in enumerate(sums)}
+        found = [LoopResult("first")] * moved
+        found += [LoopResult(ways[value], seen.get(weights.get(value, ROWS))) for value in carried]
+        found += [LoopResult("sum")] * (2 * len(sums)) + [LoopResult("first")]
+        return (*found, *[LoopResult("entries")] * (2 * (len(ways) - len(carried))))
 
     def _fed(self) -> Iterator[Node]:
         """Placeholders of the step's feeds."""
@@ -527,7 +555,7 @@ class _Build:
         size = Dim(unique("E", {s for n in self.loop.by_id.values() for o in n.outputs for s in _symbols(o.shape)}))
         for value, shape in shapes.items():
             spec = self.loop._spec(value)
-            node = _node(
+            node = op_node(
                 "microbatches.flat", "aten.reshape.default", (value,), Spec(spec.dtype, (size,), spec.device), self_=0
             )
             self.inside.append(replace(node, attrs={**node.attrs, "shape": [-1]}))
@@ -538,7 +566,7 @@ class _Build:
         """A carried sum divided by its weight and whether there was any; by shares of rows it is a mean already."""
         if by is None:
             return value
-        node = _node("weights.mean", "tfnb.over_weight.default", (value, *by), spec, total=0, whole=1, seen=2)
+        node = op_node("weights.mean", "tfnb.over_weight.default", (value, *by), spec, total=0, whole=1, seen=2)
         self.inside.append(node)
         return node.value()
 
@@ -551,7 +579,7 @@ class _Build:
             spec = self.loop._spec(value)
             same[value] = self._over(whole.value(index), whole.outputs[index], by.get(value))
             if whole.outputs[index].dtype is not spec.dtype:
-                node = _node("microbatches.narrow", "aten._to_copy.default", (same[value],), spec, self_=0)
+                node = op_node("microbatches.narrow", "aten._to_copy.default", (same[value],), spec, self_=0)
                 self.inside.append(replace(node, attrs={**node.attrs, "dtype": spec.dtype}))
                 same[value] = node.value()
         return same
@@ -571,7 +599,7 @@ class _Build:
             if value.node not in counts:
                 counts[value.node] = Dim(unique("R", known | {count.expr for count in counts.values()}))
             entries = Spec(spec.dtype, (counts[value.node], *spec.shape[1:]), spec.device)
-            node = _node(
+            node = op_node(
                 "microbatches.entries", "aten.reshape.default", (whole.value(first + 2 * place),), entries, self_=0
             )
             self.inside.append(replace(node, attrs={**node.attrs, "shape": [-1, *spec.shape[1:]]}))
@@ -587,7 +615,8 @@ class _Build:
                 yield replace(node, inputs=tuple(same.get(v, v) for v in node.inputs), control=control, effects=())
 
 
-def _node(name: str, op: str, inputs: tuple[Value, ...], spec: Spec, **places: int) -> Node:
+def op_node(name: str, op: str, inputs: tuple[Value, ...], spec: Spec, **places: int) -> Node:
+    """A node with one output. places: of each argument, by name, the place of its value among the inputs."""
     attrs = {key.rstrip("_"): Ref(place) for key, place in places.items()}
     return Node(id=new_id(), name=name, op=op, inputs=inputs, outputs=(spec,), attrs=attrs)
 

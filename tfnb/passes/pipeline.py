@@ -96,25 +96,33 @@ def table(
     return rows
 
 
-def optimize(graph: Graph, fetches: Collection[Value], feeds: Collection[Value], last: Sequence[Pass] = ONCE) -> Graph:
+def optimize(
+    graph: Graph, fetches: Collection[Value], feeds: Collection[Value], last: Sequence[Pass] = ONCE,
+    repeated: Sequence[Pass] = PIPELINE,
+) -> Graph:  # fmt: skip
     """The graph that computes ``fetches`` from ``feeds`` with the least work; values and writes are the same."""
-    return optimized(step_graph(graph, fetches, feeds), last)
+    return optimized(step_graph(graph, fetches, feeds), last, repeated)
 
 
-def optimized(step: StepGraph, last: Sequence[Pass] = ONCE) -> Graph:
+def optimized(step: StepGraph, last: Sequence[Pass] = ONCE, repeated: Sequence[Pass] = PIPELINE) -> Graph:
     """`optimize` for a step that is already pruned."""
-    *_, (_, found) = stages(step, last)
+    *_, (_, found) = stages(step, last, repeated)
     return found
 
 
-def stages(step: StepGraph, last: Sequence[Pass] = ONCE) -> Iterator[tuple[str, Graph]]:
-    """The graph after each pass with an effect; a final `prune` drops unused nodes."""
+def stages(
+    step: StepGraph, last: Sequence[Pass] = ONCE, repeated: Sequence[Pass] = PIPELINE
+) -> Iterator[tuple[str, Graph]]:  # fmt: skip
+    """The graph after each pass with an effect; a final `prune` drops unused nodes.
+
+    repeated: the passes between two prunings, until nothing changes; last: those that come once, behind.
+    """
     whole, graph, fetches, feeds = step.whole, step.graph, step.fetches, step.feeds
     groups = groups_of(graph)
     yield "prune", graph
     for _ in range(ROUNDS):
         before, seen = graph.nodes, with_fed(graph, whole, feeds)
-        for run in PIPELINE:
+        for run in repeated:
             after = run(seen, fetches, feeds)
             if after is not seen:
                 yield run.__name__, after

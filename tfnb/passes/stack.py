@@ -263,7 +263,7 @@ class _Sums:
         sources = factors(node, self.contents, self.fixed) or ()
         specs = [_spec(self.contents, source) for source in sources]
         columns = [spec.shape[1] for spec in specs if spec is not None]
-        return (node.op, node.attrs.get("keepdim"), node.outputs[0].dtype, *columns) if columns else None
+        return (node.op, node.device, node.attrs.get("keepdim"), node.outputs[0].dtype, *columns) if columns else None
 
     def _stacked(self, terms: list[Node], new: list[Node]) -> Node:
         columns = list(zip(*(factors(term, self.contents, self.fixed) or () for term in terms), strict=True))
@@ -350,6 +350,7 @@ def _accumulated(graph: Graph, fixed: set[int]) -> Graph:
                 product is not None and product.op == "aten.mm.default" and product.outputs == node.outputs
                 and spec is not None and spec.dtype is node.outputs[0].dtype and flows(spec.dtype)
                 and spec.device == node.outputs[0].device and len(spec.shape) in (1, 2)
+                and product.device == node.device  # else the operands would go to the place of the sum
                 and len(contents.consumers[value]) == 1 and value.node not in fixed and not product.control
             ):  # fmt: skip
                 attrs = {"self": Ref(0), "mat1": Ref(1), "mat2": Ref(2)}

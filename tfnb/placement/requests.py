@@ -83,8 +83,12 @@ def tasks_of(found: Sequence[NodeRequest], tasks: Sequence[str] = (HERE,), serve
     return tuple(sorted(chosen))
 
 
-def ensure_stages(found: Sequence[NodeRequest]) -> None:
-    """Raise InvalidArgument where nodes do not ask for two tasks at least, the stages of a pipeline."""
+def ensure_stages(found: Sequence[NodeRequest], tasks: Sequence[str], replicas: int = 1) -> None:
+    """Raise InvalidArgument where nodes do not ask for two tasks at least, the stages of a pipeline.
+
+    Or where there are too few for each stage of each of several replicas, which soft requests would drop. tasks: names
+    of those there are.
+    """
     asked_for = sorted(
         {each.request.task for each in found if each.request.job != "ps" and each.request.task is not None}
     )
@@ -94,6 +98,15 @@ def ensure_stages(found: Sequence[NodeRequest]) -> None:
             f"mode='pipeline' takes a step in stages, and {some}: record each stage inside of "
             "tfnb.device('task:0'), tfnb.device('task:1') ..., let tfnb.place(step, stages=2) choose, or use another "
             "mode"
+        )
+    needed, there = 1 + asked_for[-1], len(tasks)
+    if replicas > 1 and not {*range(needed)} <= {*numbers_of(tasks)}:
+        stages = needed // replicas
+        fewer = there // stages
+        remedy = f"or use replicas={fewer}" if fewer > 1 else "or leave out replicas"
+        raise InvalidArgument(
+            f"replicas={replicas} of {stages} stages take {needed} tasks, one for each stage of each replica, and "
+            f"there are {there} ({', '.join(tasks)}): connect({needed}), {remedy}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,16 +22,22 @@ class Division(NamedTuple):
     """The microbatches of a step; ``schedule``: of a pipeline (`tfnb.passes.flow`).
 
     microbatches: so many, or ``"auto"``: one, the whole step, if that keeps the memory budget, else as many as keep it
-    in packs and are predicted quickest.
+    in packs and are predicted quickest. replicas: of a pipeline, among which the microbatches are divided.
     """
 
     microbatches: int | Literal["auto"] = 1
     schedule: str = ""
+    replicas: int = 1
 
     @property
     def is_whole(self) -> bool:
         """Whether steps are never divided."""
         return self.microbatches == 1
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the microbatches are those of a pipeline, which no memory budget divides in packs."""
+        return bool(self.schedule) or self.replicas > 1
 
 
 WHOLE = Division()
@@ -39,6 +45,8 @@ WHOLE = Division()
 
 def division(microbatches: object) -> Division:
     """The division into so many microbatches, or ``"auto"``; raises InvalidArgument for other values."""
+    if isinstance(microbatches, Division):
+        return microbatches
     if isinstance(microbatches, str) and microbatches == AUTO:
         return Division(AUTO)
     if type(microbatches) is not int or microbatches < 1:
@@ -54,22 +62,27 @@ class DividedFeeder:
     few for the guards of the recording.
 
     divided: which of the values of ``whole``, the feeder of the batch, have its rows. choose: for ``most="auto"``, the
-    number of microbatches, of a function that says the rows of each of at most so many.
+    number of microbatches, of a function that says the rows of each of at most so many. replicas: of a pipeline, see
+    `tfnb.passes.flow.pipeline_replicas`.
     """
 
     repeats = True  # no step is one call on what is fed
 
     def __init__(
         self, whole: Feeder, guards: RowGuards, divided: Sequence[bool], most: int | Literal["auto"],
-        choose: Callable[[Callable[[int], Rows]], int] | None = None,
+        choose: Callable[[Callable[[int], Rows]], int] | None = None, replicas: int = 1,
     ) -> None:  # fmt: skip
         self.whole, self.guards, self.divided, self.most, self.choose = whole, guards, divided, most, choose
+        self.replicas = replicas
         self.values, self.names = whole.values, whole.names
         self._sizes: dict[Shapes, list[int]] = {}  # of microbatches, by the shapes of a batch
         self._is_told = False  # that guards make them fewer
 
     def fed(self, given: Iterable[Any]) -> Fed:
-        """The batch as converted by `Feeder.fed`, then the microbatches' shapes for each feed, and their shares."""
+        """The batch as converted by `Feeder.fed`, then the microbatches' shapes for each feed, and their shares.
+
+        Of several replicas for each the rows of its microbatches, and their shapes and shares.
+        """
         return self.with_more(self.whole.fed(given))
 
     def with_more(self, batch: Fed) -> Fed:
@@ -96,8 +109,13 @@ class DividedFeeder:
         if not rows:
             raise InvalidArgument("a batch without rows has no microbatches: leave it out")
         sizes = self._sizes_of(tuple([tensor.shape for tensor in tensors]), rows)
-        more = [torch.tensor([[size, *tensor.shape[1:]] for size in sizes]) for tensor in halves]
-        more.append(torch.tensor([size / rows for size in sizes], dtype=torch.float64))
+        if self.replicas == 1:
+            return [*_about(halves, sizes, rows)]
+        more: list[torch.Tensor] = []
+        for first in range(self.replicas):
+            mine = slice(first, None, self.replicas)
+            more += [torch.cat([tensor[:0], *tensor.split(sizes)[mine]]) for tensor in halves]
+            more += _about(halves, sizes[mine], rows)
         return more
 
     def _sizes_of(self, shapes: Shapes, rows: int) -> list[int]:
@@ -126,3 +144,11 @@ class DividedFeeder:
         """The rows of each of at most so many microbatches, and a guard that makes them fewer."""
         ranges, broken = self.guards.divide(shapes, self.divided, rows, most)
         return [stop - start for start, stop in ranges], broken
+
+
+def _about(tensors: Sequence[torch.Tensor], sizes: Sequence[int], rows: int) -> Iterator[torch.Tensor]:
+    """The shapes of microbatches of these sizes for each tensor, and the shares of the rows of a batch."""
+    for tensor in tensors:
+        shapes = [[size, *tensor.shape[1:]] for size in sizes]
+        yield torch.tensor(shapes, dtype=torch.int64).reshape(len(sizes), tensor.dim())
+    yield torch.tensor([size / rows for size in sizes], dtype=torch.float64)

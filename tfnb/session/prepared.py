@@ -19,6 +19,7 @@ from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.held import overlap
 from tfnb.graph.variable_locks import VariableSnapshot
 from tfnb.passes import StepGraph, step_graph
+from tfnb.passes.flow.pipeline_replicas import replicated
 from tfnb.passes.microbatches import Microbatches, in_microbatches
 from tfnb.placement.requests import NodeRequest, asked
 from tfnb.placement.row_guards import RowGuards
@@ -148,14 +149,14 @@ def prepare_divided(
 
     packs: what makes the code of a step that divides itself into microbatches, and into packs.
     """
-    microbatches, schedule = division
+    microbatches, schedule, replicas = division
     made: list[Microbatches] = []
     guards: list[RowGuards] = []
 
     def divided(step: StepGraph) -> StepCode:
         guards.append(RowGuards.of(step))
         most = microbatches if schedule and microbatches != AUTO else 1
-        made.append(in_microbatches(step, most, schedule))
+        made.append(replicated(in_microbatches(step, most, schedule), replicas))
         return code(made[0].step) if packs is None else packs(step)
 
     prepared = prepare(graph, fetches, feed_keys, divided)
@@ -166,9 +167,10 @@ def prepare_divided(
         _warn(
             f"the step writes {names} itself, not along a gradient: with microbatches={microbatches!r} it is written "
             "once for each of them, in their order, from the rows of that one"
+            + (f"; of replicas={replicas} the writes of the first one count" if replicas > 1 else "")
         )
     chosen = prepared.code.quickest if microbatches == AUTO and isinstance(prepared.code, PackCode) else None
-    feeder = DividedFeeder(prepared.feeder, guards[0], made[0].divided, microbatches, chosen)
+    feeder = DividedFeeder(prepared.feeder, guards[0], made[0].divided, microbatches, chosen, replicas)
     return replace(prepared, feeder=feeder)  # type: ignore[arg-type]
 
 

@@ -244,7 +244,7 @@ class Session:
 
     def make_callable(
         self, fetches: Fetches, feeds: Sequence[FeedKey] = (), *, check: str | None = None,
-        microbatches: int | Literal["auto"] = 1,
+        microbatches: int | Literal["auto"] | Division = 1,
     ) -> Callable[..., Any]:  # fmt: skip
         """``f(*values)``: `run` with the signature resolved once; values stand in the order of ``feeds``.
 
@@ -598,7 +598,7 @@ class Session:
                 old = None if prepared is None else prepared.code
                 code = partial(self._code, old=old)
                 if not division.is_whole:
-                    for option in ("microbatches", "schedule" if division.schedule else "accumulation"):
+                    for option in ("microbatches", "schedule" if division.is_pipeline else "accumulation"):
                         self._ensure_together(option, None)
                     packs = None if self.memory_budget is None else partial(self._packs, old=old)
                     prepared = prepare_divided(self.graph, fetches, feed_keys, code, division, packs)
@@ -689,7 +689,8 @@ class Session:
         return [line for code in self._codes() for line in code.status()]
 
     def code(
-        self, fetches: Fetches, feeds: Sequence[FeedKey] = (), *, microbatches: int | Literal["auto"] = 1
+        self, fetches: Fetches, feeds: Sequence[FeedKey] = (), *,
+        microbatches: int | Literal["auto"] | Division = 1,
     ) -> str:  # fmt: skip
         """The code that runs a signature here, and the reason, for the first sizes; empty before its first run.
 

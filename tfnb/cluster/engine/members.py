@@ -151,7 +151,7 @@ class Mode(NamedTuple):
 
     ``required``: of how many tasks a step is made, 0 for all but the ``backup`` ones. ``replicas``: how many tasks it
     is meant for. ``elastic``: whether fewer than ``required`` ones go on. ``is_plain``: `allow_plain_collectives`.
-    ``schedule``: of a pipeline.
+    ``schedule``, ``pipelines``: of a pipeline, and how many replicas of it there are.
     """
 
     name: str = "sync"
@@ -162,6 +162,7 @@ class Mode(NamedTuple):
     elastic: bool = True
     is_plain: bool = False  # whether ranks may sum in plain text on a cluster that encrypts
     schedule: str = ""
+    pipelines: int = 1
 
     @property
     def is_joint(self) -> bool:
@@ -182,6 +183,7 @@ class Mode(NamedTuple):
         options: dict[str, Any] = {"staleness": self.staleness} if self.staleness is not None else {}
         options |= {"backup": self.backup} if self.backup else {}
         options |= {"schedule": self.schedule} if self.schedule else {}
+        options |= {"replicas": self.pipelines} if self.pipelines > 1 else {}
         return " ".join([self.name, *(f"{name}={value}" for name, value in options.items())])
 
 

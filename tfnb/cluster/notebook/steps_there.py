@@ -313,7 +313,7 @@ class Steps:
         how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
         end = None if timeout is None else time.monotonic() + timeout
         if how.is_pipeline:
-            ensure_stages(asked(step.graph.nodes))
+            ensure_stages(asked(step.graph.nodes), self._names, how.pipelines)
         placed, why = self._placed_for(
             step, how, see, check, compile, one_by_one, step.whole if graph is None else graph
         )
@@ -624,7 +624,7 @@ class Steps:
             strays = self._variables.strays(step)
             known = self._placed.get(key)
             if known is None or known[0]() is not step or strays:
-                names = list(dict.fromkeys(member.name for member in self._engine.tasks))
+                names = self._names
                 found = asked(step.graph.nodes)
                 tasks = tasks_of(found, names, len(self._engine.shards)) if is_cut else ()
                 homes = self._homes(step, names, staged)  # once: what the servers hold may change at any instant
@@ -643,6 +643,11 @@ class Steps:
                 while len(self._placed) > KEPT:
                     self._placed.popitem(last=False)
             return known[1]
+
+    @property
+    def _names(self) -> list[str]:
+        """The names of the tasks; a successor has that of the task that it follows."""
+        return list(dict.fromkeys(member.name for member in self._engine.tasks))
 
     def _homes(self, step: StepGraph, tasks: Sequence[str], staged: Graph | None) -> Homes:
         """The homes of a step's Variables; where some moved to their stages, nothing is known of their old places."""

@@ -71,12 +71,14 @@ def part_plans(
     sent = [*_sent(split)]
     borders = list(dict.fromkeys(each.value for each in sent))
     graph = _reading_at_home(split) if is_staged else split.compute
-    step = optimized_step(step_graph(graph, (*wanted, *borders, *split.checks), split.feeds))
+    step = optimized_step(step_graph(graph, (*wanted, *borders, *split.checks), split.feeds), tasks)
+    uncrossed = in_parts(step, CutOptions(tasks, is_optimized=True, has_writes=False))
+    first = uncrossed.parts[0].place  # tells the shards that need no value of tasks, such as those of counters
+    sender = dict.fromkeys(servers, first)
     if is_staged:
-        sender = {each.shard: Place(each.shard) for each in sent}
+        sender |= {each.shard: Place(each.shard) for each in sent}
     else:
-        uncrossed = in_parts(step, CutOptions(tasks, is_optimized=True, has_writes=False))
-        sender = _senders(uncrossed, sent, len(wanted), borders)
+        sender |= _senders(uncrossed, sent, len(wanted), borders)
     crossing = list(dict.fromkeys((each.value, sender[each.shard]) for each in sent))
     outputs = (*wanted, *(value for value, _ in crossing), *split.checks)
     places = [*([None] * len(wanted)), *(place for _, place in crossing), *([None] * len(split.checks))]
@@ -172,7 +174,7 @@ def _tensors_in(part: Part) -> set[int]:
 
 def task_of(step: StepGraph, tasks: Sequence[int], error: TfnbError) -> int | None:
     """The number of the task that runs the node named in an error of a step over several tasks; None if none does."""
-    for part in in_parts(optimized_step(step), CutOptions(tasks, is_optimized=True, has_writes=False)).parts:
+    for part in in_parts(optimized_step(step, tasks), CutOptions(tasks, is_optimized=True, has_writes=False)).parts:
         for node in (op.node for op in part.flow.ops if op.kind == frames.NODE and op.node is not None):
             if any(_is_named(error, each) for each in (node, *nested(node))):
                 return part.place.number

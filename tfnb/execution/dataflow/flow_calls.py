@@ -45,8 +45,9 @@ def _below(op: Op, sizes: Sizes) -> Callable[..., Any]:
 
 
 def _mix(op: Op, sizes: Sizes) -> Callable[..., Any]:
-    if op.part == frames.REPLICAS:
-        return lambda run, iteration: (run + iteration * REPLICA,)
+    if isinstance(op.part, tuple):  # a loop with replicas
+        first, step = op.part
+        return lambda run, iteration: (run + (first + iteration * step) * REPLICA,)
     fixed = [] if op.part is None else [op.part]
 
     def number(run: int, iteration: int, *limits: Any) -> tuple[int]:

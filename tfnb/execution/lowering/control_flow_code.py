@@ -75,7 +75,7 @@ class Loop:
         self.id, found = node.id, self.apart
         self.changing = len(self.order) + found.sequences + len(found.ahead)  # inputs that iterations change
         self.draws = attrs["body"].draws or (attrs["cond"] is not None and attrs["cond"].draws)
-        self.replicas = attrs.get("replicas", False)
+        self.replicas = attrs.get("replicas")
         self.__name__ = "loop"  # for the generated code
 
     def _body(self, lower: Lower, carried: int, wanted: Sequence[Value]) -> LoweredSubgraph:

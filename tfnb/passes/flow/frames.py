@@ -27,7 +27,6 @@ NODE, FEED, RUN, START = "node", "feed", "run", "start"
 TRUTH, COUNT, BELOW, ROWS, ROW, PUSH, STACK, ITERATIONS, MIX, ABSENT, SIZES = (
     "truth", "count", "below", "rows", "row", "push", "stack", "iterations", "mix", "absent", "sizes",
 )  # fmt: skip
-REPLICAS = "replicas"  # the part of a MIX: each iteration draws as the replica of its place
 
 
 COUNTER = ("iterations", 0)
@@ -367,7 +366,7 @@ class _LoopLowering:
         if self.run is None:
             return None
         if self.attrs.get("replicas"):
-            return self.emit(MIX, (self.run, iteration), part=REPLICAS)
+            return self.emit(MIX, (self.run, iteration), part=self.attrs["replicas"])
         limits = self.limits if self.attrs["reverse"] else ()
         fixed = self.attrs["limit"] if self.attrs["reverse"] and not isinstance(self.attrs["limit"], Ref) else None
         return self.emit(MIX, (self.run, iteration, *limits), part=fixed)

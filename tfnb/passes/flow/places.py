@@ -1,8 +1,8 @@
 """Where each op of the dataflow form is done. Pure.
 
-An op has a home, or it is done anew at each place that wants its value: what is fed, constants, tensors of one number,
-the number of the run, and all that a loop counts with. The control loop of EuroSys'18 §4.4 is the loop's own counter,
-done anew at each place.
+An op has a home, or it is done anew at each place that wants its value: what is fed and views of it, constants, tensors
+of one number, the number of the run, and all that a loop counts with. The control loop of EuroSys'18 §4.4 is the loop's
+own counter, done anew at each place.
 
 A node's home is the place that it asks for. One that asks for nothing goes where its first operand is, or where it is
 first used if that has no home; the ops that a loop or branch is made of go with the values that they pass on.
@@ -160,7 +160,11 @@ def _is_anywhere(flow: Flow, op: Op) -> bool:
     """Whether an op is done anew wherever its value is wanted."""
     match op.kind:
         case frames.NODE:
-            return op.node is not None and (op.node.op == "tfnb.constant" or _is_filled(op.node))
+            return op.node is not None and (
+                op.node.op == "tfnb.constant" or _is_filled(op.node) or _is_view_of_feed(flow, op)
+            )
+        case frames.ROWS:  # of microbatches: their shares, whose number all stages count by
+            return op.node is not None and "replicas" in op.node.attrs and flow.ops[op.inputs[0].op].kind == frames.FEED
         case frames.ENTER:
             return op.part[1] or op.part[0] == frames.COUNTER
         case frames.SWITCH if op.part in _GATES:
@@ -173,6 +177,12 @@ def _is_anywhere(flow: Flow, op: Op) -> bool:
 def _is_filled(node: Node) -> bool:
     """Whether a node fills a tensor of known size with a number, and asks for no place: a Send would cost more."""
     return node.op == "aten.full.default" and not (node.inputs or node.symbols or node.control or node.device)
+
+
+def _is_view_of_feed(flow: Flow, op: Op) -> bool:
+    """Whether a node that asks for no place only views what is fed: the feed goes to the places that want it."""
+    is_view = op.node is not None and op.node.op == "aten.reshape.default" and not (op.node.device or op.node.control)
+    return is_view and all(flow.ops[port.op].kind == frames.FEED for port in op.inputs)
 
 
 def _with(flow: Flow, op: Op) -> tuple[int, ...]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import zip_longest
 
-from tfnb.graph import Graph, Node, Spec, Value, Variable
+from tfnb.graph import Contents, Graph, Node, Spec, Subgraph, Value, Variable
+from tfnb.graph.node import map_leaves
+from tfnb.graph.ops import REGIONS
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import End, Kind, Part, Partition, uncut
 from tfnb.passes.flow.frames import Flow, Port
 from tfnb.passes.flow.places import Place, homes, is_split, requested
+from tfnb.passes.fold import fold
 from tfnb.passes.in_place_commit import absorb, in_place_updates
-from tfnb.passes.pipeline import optimized, with_fed
+from tfnb.passes.pipeline import PIPELINE, optimize, optimized, with_fed
 from tfnb.passes.prune import StepGraph, feed_symbols
+from tfnb.passes.rewrite import Pass
 from tfnb.passes.stack import stack
 
 
@@ -95,19 +99,50 @@ def in_parts(step: StepGraph, wanted: CutOptions | None = None) -> StepFlow:
     Products are stacked before, on each place: so all parts give the bits of one part with the same requests.
     """
     wanted = wanted or CutOptions()
-    graph = step.graph if wanted.is_optimized else optimized(step, last=(absorb, stack))
+    graph = step.graph if wanted.is_optimized else _stacked(step, (absorb, stack), wanted.tasks)
     sites = requested(graph.nodes, wanted.tasks)
-
-    def native(node: Node) -> bool:
-        return not (uses_queues(node) or is_split(node, sites))
-
-    return _step_flow(step, graph, native, sites, wanted)
+    return _step_flow(step, graph, partial(_is_native, sites), sites, wanted)
 
 
-def optimized_step(step: StepGraph) -> StepGraph:
-    """The step after all passes before the cut. Places that cut for themselves must agree on this step."""
-    graph = with_fed(optimized(step, last=(stack,)), step.whole, step.feeds)
+def optimized_step(step: StepGraph, tasks: Collection[int]) -> StepGraph:
+    """The step after all passes before the cut. Places that cut for themselves must agree on this step.
+
+    tasks: numbers of those there are.
+    """
+    graph = with_fed(_stacked(step, (stack,), tasks), step.whole, step.feeds)
     return StepGraph(graph, graph, step.fetches, step.feeds)
+
+
+_UNFOLDED = tuple(run for run in PIPELINE if run is not fold)  # constants lie outside of what is cut
+
+
+def _is_native(sites: Mapping[int, Place], node: Node) -> bool:
+    """Whether a loop or branch stays one op of a step in parts."""
+    return not (uses_queues(node) or is_split(node, sites))
+
+
+def _stacked(step: StepGraph, last: Sequence[Pass], tasks: Collection[int] | None) -> Graph:
+    """The optimized step. Products are stacked also inside of the loops and branches that are cut.
+
+    Those that stay one op are stacked when they are lowered, as all are in one process.
+    """
+    graph = optimized(step, last)
+    native = partial(_is_native, requested(graph.nodes, tasks))
+
+    def outside(node: Node) -> Node:
+        is_cut = node.op in REGIONS and not native(node) and not uses_queues(node)
+        return replace(node, attrs=map_leaves(inside, node.attrs)) if is_cut else node
+
+    def inside(leaf: object) -> object:
+        if not isinstance(leaf, Subgraph):
+            return leaf
+        contents = replace(leaf.contents, nodes=tuple(map(outside, leaf.contents.nodes)))
+        whole, outputs = Graph("subgraph", contents, seed=graph.seed), [v for v in leaf.outputs if v is not None]
+        found = optimize(whole, (*outputs, *leaf.guards), leaf.inputs, (stack,), _UNFOLDED)
+        return replace(leaf, contents=with_fed(found, whole, leaf.inputs).contents)
+
+    nodes = tuple(map(outside, graph.nodes))
+    return graph.derive(Contents(nodes, graph.contents.guards)) if nodes != graph.nodes else graph
 
 
 def _step_flow(

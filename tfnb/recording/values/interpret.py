@@ -77,7 +77,7 @@ def _loop(node: Node, attrs: Mapping[str, Any], seed: int, run: int) -> list[tor
     return while_loop(
         None if cond is None else function(cond), function(body), attrs["init"], attrs["xs"], attrs["captures"],
         limit=number(attrs["limit"]), rows=rows, reverse=attrs["reverse"], run=run,
-        draws=body.draws or (cond is not None and cond.draws), replicas=attrs.get("replicas", False),
+        draws=body.draws or (cond is not None and cond.draws), replicas=attrs.get("replicas"),
     )  # fmt: skip
 
 
