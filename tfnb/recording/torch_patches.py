@@ -8,14 +8,17 @@ beside the tensors: caches of autocast and of parametrisations, TorchScript's op
 
 from __future__ import annotations
 
+import os
 import random
+import secrets
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +43,7 @@ from tfnb.recording.overrides.override_table import module_rows
 from tfnb.recording.overrides.rng_state import FollowedGenerator
 from tfnb.recording.overrides.size_arguments import same_size
 from tfnb.recording.subgraphs.recompute import checkpoint_generator
-from tfnb.recording.values.python_draws import making, numpy_functions, of_class, of_module, seeding
+from tfnb.recording.values.python_draws import functions_of, making, of_class, of_module, seeding
 from tfnb.recording.values.recording import Recording, open_recording
 from tfnb.recording.values.tensor import Tensor
 
@@ -152,6 +155,38 @@ def _format_size(original: Original) -> Any:
     return text
 
 
+def _text_of_size(original: Original) -> Any:
+    how = {"__str__": "str()", "__repr__": "repr()"}[original.__name__]
+
+    def text(self: torch.SymInt) -> str:
+        rec = open_recording()
+        if rec is None or not self.node.has_hint() or is_foreign(_asking(sys._getframe(1)).f_code.co_filename):
+            return original(self)
+        rec.text_of(how)
+        return str(self.node.hint)
+
+    return text
+
+
+def _environment_read(original: Original) -> Any:
+    def look_up(self: Any, name: str) -> str:
+        rec = open_recording()
+        if rec is not None and not is_foreign(_asking(sys._getframe(1)).f_code.co_filename):
+            rec.python.reads_environment(name, self._data.get(self.encodekey(name)) and original(self, name))
+        return original(self, name)
+
+    return look_up
+
+
+def _asking(frame: FrameType) -> FrameType:
+    """The frame outside of Python's own frozen modules, such as that of ``os.getenv``, and of what stages calls."""
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith("<frozen") or frame.f_globals.get("__name__", "").startswith(_STAGING)
+    ):
+        frame = frame.f_back
+    return frame
+
+
 def _unrecorded(original: Original) -> Any:
     def call(*args: Any) -> Any:
         with _disable_current_modes() if open_recording() is not None else nullcontext():
@@ -247,6 +282,7 @@ def _keeps(hooks: object) -> bool:
     return isinstance(hooks, graph.save_on_cpu)
 
 
+_STAGING = "tfnb.control_flow.staging"
 _SCHEDULER = (
     "() inside a recording would change the rate once, while recording: call it outside, between runs; a recorded "
     "optimizer.step() reads the rate at each run"
@@ -314,8 +350,13 @@ PATCHES = (
     Patch(_python_generators, ("random", "getrandbits"), of_class, "the same, of `random.uniform` and all others"),
     Patch(_one(random.Random), ("seed",), seeding, "a function that seeds a generator draws the same at each call"),
     Patch(_one(np.random), ("default_rng",), making, "the same, of NumPy"),
-    Patch(_one(np.random), numpy_functions(), of_module, "the same, of NumPy"),
-    Patch(_one(time), ("time", "time_ns", "perf_counter", "monotonic"), of_module, "the same, of clocks"),
+    Patch(_one(np.random), functions_of(np.random), of_module, "the same, of NumPy"),
+    Patch(_one(time), functions_of(time), of_module, "the same, of clocks"),
+    Patch(_one(os), functions_of(os), of_module, "the same, of the system"),
+    Patch(_one(secrets), functions_of(secrets), of_module, "the same, of secrets"),
+    Patch(_one(uuid), functions_of(uuid), of_module, "the same, of identifiers"),
+    Patch(_one(type(os.environ)), ("__getitem__",), _environment_read,
+          "a variable of the environment that the program reads is a setting"),
     Patch(_one(torch.optim.swa_utils.AveragedModel), ("update_parameters",), recorded_update,
           "it asks in Python whether it is the first update, which each run has to decide"),
     Patch(_schedulers, ("step",), _refused(_SCHEDULER, _is_new), "a scheduler's step is Python: it would happen once"),
@@ -327,6 +368,8 @@ PATCHES = (
           "of a plain tensor it gives a plain one, and wants no recorded alias of it"),
     Patch(_jagged, ("_nt_view_dummy",), _not_nested,
           "a nested tensor of the jagged layout is made of a class of torch's, which asks recorded values for memory"),
+    Patch(_one(torch.SymInt), ("__str__", "__repr__"), _text_of_size,
+          "the same as of an f-string, also in the text of a shape"),
     Patch(_one(torch.SymInt), ("__format__",), _format_size,
           "an f-string of a size has the sample's number, as one of a recorded number has, and is noted with its line"),
     Patch(_one(graph), ("register_multi_grad_hook",), _refused(_GROUP),

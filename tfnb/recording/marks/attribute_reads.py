@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dis
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 
-_found: weakref.WeakKeyDictionary[type, dict[str, tuple[str, ...]]] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[type, dict[str, dict[str, bool]]] = weakref.WeakKeyDictionary()
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _BY_NAME = ("getattr", "hasattr")  # whose second argument is a text
+GROWS = ("append", "extend", "insert", "clear")  # methods of a list that do not read it
 
 
 def attribute_reads(kind: type, method: str = "forward") -> tuple[str, ...]:
@@ -30,12 +33,21 @@ def attribute_reads(kind: type, method: str = "forward") -> tuple[str, ...]:
     >>> attribute_reads(Counted)
     ('n', 'scale')
     """
+    return tuple(name for name, is_read in _first_uses(kind, method).items() if is_read)
+
+
+def attribute_uses(kind: type, method: str = "forward") -> Collection[str]:
+    """Names of attributes that a method of a class may read or set, on any object."""
+    return _first_uses(kind, method).keys()
+
+
+def _first_uses(kind: type, method: str) -> dict[str, bool]:
+    """The names of attributes, and whether a method reads each before setting it."""
     of_kind = _found.setdefault(kind, {})
     if method not in of_kind:
-        first: dict[str, bool] = {}  # name -> whether it is read before it is set
+        first = of_kind[method] = {}
         for name, is_read in _uses(kind, method, set()):
             first.setdefault(name, is_read)
-        of_kind[method] = tuple(name for name, is_read in first.items() if is_read)
     return of_kind[method]
 
 
@@ -46,6 +58,7 @@ def _uses(kind: type, name: str, seen: set[CodeType]) -> Iterator[tuple[str, boo
             return
         found = vars(base).get(name)
         function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+        function = function.func if isinstance(function, cached_property) else function
         function = getattr(function, "__wrapped__", function)
         if isinstance(function, FunctionType) and function.__code__ not in seen:
             seen.add(function.__code__)
@@ -54,8 +67,11 @@ def _uses(kind: type, name: str, seen: set[CodeType]) -> Iterator[tuple[str, boo
 
 def _in_code(kind: type, code: CodeType, seen: set[CodeType]) -> Iterator[tuple[str, bool]]:
     by_name = not set(_BY_NAME).isdisjoint(code.co_names)
-    for step in dis.get_instructions(code):
+    steps = list(dis.get_instructions(code))
+    for step, after in pairwise([*steps, steps[-1]]):
         value: Any = step.argval
+        if step.opname.startswith(_READS) and after.opname.startswith(_READS) and after.argval in GROWS:
+            continue  # a log
         if step.opname.startswith(_READS):
             yield value, True
             yield from _uses(kind, value, seen)
@@ -65,3 +81,24 @@ def _in_code(kind: type, code: CodeType, seen: set[CodeType]) -> Iterator[tuple[
             yield from _in_code(kind, value, seen)
         elif by_name and step.opname == "LOAD_CONST" and isinstance(value, str) and value.isidentifier():
             yield value, True
+
+
+@lru_cache(4096)
+def names_of_attributes(code: CodeType) -> frozenset[str]:
+    """Names of the attributes that code and its inner functions read of any object; no logs, to which code appends.
+
+    >>> sorted(names_of_attributes((lambda x, log: log.values.append(x * x.options.scale)).__code__))
+    ['append', 'options', 'scale']
+    """
+    steps = list(dis.get_instructions(code))
+    found: set[str] = set()
+    if not set(_BY_NAME).isdisjoint(code.co_names):
+        found |= {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
+    for step, after in pairwise([*steps, steps[-1]]):
+        is_log = after.opname.startswith(_READS) and after.argval in GROWS
+        if step.opname.startswith(_READS) and not is_log:
+            found.add(step.argval)
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            found |= names_of_attributes(each)
+    return frozenset(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -23,3 +24,10 @@ def is_foreign(filename: str) -> bool:
 def is_of_package(filename: str) -> bool:
     """Whether a file is of an installed package."""
     return f"{os.sep}site-packages{os.sep}" in filename
+
+
+def is_of_program(kind: type) -> bool:
+    """Whether a class is of the user's program: of a notebook, a script or a module that is no installed package."""
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    return kind.__module__ == "__main__" or (file is not None and not is_foreign(file))
