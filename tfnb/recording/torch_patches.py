@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributions
+import torch.nn.utils.stateless
 import torch.optim.swa_utils
 import torch.utils.checkpoint
 import torch.utils.data
@@ -135,6 +136,29 @@ def _validate_sample(original: Original) -> Any:
 def _fits(rec: Recording, one: Any, other: Any) -> bool:
     """Whether an axis of a value stands for one of a distribution's batch, in every run."""
     return any(isinstance(size, int) and size == 1 for size in (one, other)) or same_size(rec, one, other)
+
+
+def _reparametrize(original: Original) -> Any:
+    @contextmanager
+    def reparametrize(module: torch.nn.Module, tensors: dict[str, Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+        rec = open_recording()
+        lending = nullcontext() if rec is None else rec.scopes.lending(tensors.values())
+        with lending, original(module, tensors, *args, **kwargs) as orig:
+            yield orig
+
+    return reparametrize
+
+
+def _zero_grad(original: Original) -> Any:
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        if (rec := open_recording()) is not None:
+            is_module = isinstance(self, torch.nn.Module)
+            groups = () if is_module else self.param_groups
+            parameters = self.parameters() if is_module else chain.from_iterable(group["params"] for group in groups)
+            rec.carried.zero(parameters, is_kept=not set_to_none)
+
+    return zero_grad
 
 
 def _call_compiled(original: Original) -> Any:
@@ -340,6 +364,10 @@ PATCHES = (
           "torch has no hook for what a module loses; a module that was there before is not changed by a recording"),
     Patch(_one(torch.nn.Module), ("load_state_dict",), _load,
           "with assign=True a module that was there before would hold other Parameters afterwards"),
+    Patch(_one(torch.nn.utils.stateless), ("_reparametrize_module",), _reparametrize,
+          "for the time of a functional_call a module holds tensors that are no parameters of its own"),
+    Patch(lambda: [torch.optim.Optimizer, torch.nn.Module], ("zero_grad",), _zero_grad,
+          "where every .grad is None it does nothing that could be heard"),
     Patch(_compiled_modules, ("__call__",), _call_compiled,
           "a compiled module is the module: a recording sees torch's calls, not what a compiler makes of them"),
     Patch(_loaders, ("__iter__", "__next__"), batch, "how a loader draws is no part of the graph, and a batch is data"),

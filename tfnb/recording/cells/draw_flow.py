@@ -98,7 +98,8 @@ def unheard_clocks(
         inner = definition(function) if _may_read_clocks(function) else None
         if inner is None:
             continue
-        lines = {n.lineno for n in nodes if getattr(n, "id", getattr(n, "attr", None)) == function.__name__}
+        named = (node for node in nodes if isinstance(node, ast.Name | ast.Attribute))
+        lines = {n.lineno for n in named if getattr(n, "id", getattr(n, "attr", None)) == function.__name__}
         for line in lines or {statement.lineno for statement in body[-1:]}:
             place = DrawFrame(block.f_code.co_filename, line, block.f_code.co_name, names)
             yield from _clocks(inner.body, function.__globals__, function.__code__.co_filename, inner.name, (place,))
@@ -115,8 +116,7 @@ def _clocks(
 ) -> Iterator[Draw]:
     """The calls of clocks in statements, by a name that is bound to one or by a method of a class."""
     for node in (node for statement in body for node in ast.walk(statement)):
-        path = _dotted(node.func) if isinstance(node, ast.Call) else None
-        if path is None:
+        if not isinstance(node, ast.Call) or (path := _dotted(node.func)) is None:
             continue
         first, *rest = path.split(".")
         owner, value = None, names.get(first)

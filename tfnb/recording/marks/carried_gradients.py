@@ -119,10 +119,15 @@ class CarriedGradients:
                     self._outside.add(holder)
         found.source = self._rec.where()
 
+    def zero(self, parameters: Iterable[torch.Tensor], *, is_kept: bool) -> None:
+        """``zero_grad`` of a module or optimizer; ``is_kept``: with ``set_to_none=False``."""
+        for parameter in parameters:
+            self._clear[parameter] = "zeroed" if is_kept else "cleared"
+
     def tell_kept(self, variable: Variable) -> None:
         """Note that an update, which only some runs make, is one of a ``.grad`` that the block zeroes and keeps."""
         parameter = _parameter(variable)
-        if parameter is not None and self._clear.get(parameter) == "asked":
+        if parameter is not None and self._clear.get(parameter) == "zeroed":
             self._rec.note(
                 f"in plain PyTorch the zeroed .grad of {variable.name} is there from turn to turn, so that each step "
                 "updates it, by momentum and weight decay also where the loss does not reach it. Each run begins with "

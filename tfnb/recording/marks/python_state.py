@@ -537,8 +537,8 @@ class PythonReads:
         self._names_read = attributes  # of any object, by the block and by functions of the program
         for read, value in list(self._reads.items()):
             if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-                for function in filter(None, map(behind, vars(value).values())):
-                    self._follow(function)
+                for method in filter(None, map(behind, vars(value).values())):
+                    self._follow(method)
             elif (function := behind(value)) is not None:
                 self._follow(function)
             else:
@@ -585,12 +585,11 @@ class PythonReads:
         """A module's forward begins, in its scope."""
         found = self._entered.get(id(module))
         if found is None:
-            if isinstance(forward := type(module).forward, FunctionType):
-                self._enter_function(forward)
-            names = self._names_of(type(module))
-            before = dict(_read_attributes(module, self._names_read))
+            self._enter_function(type(module).forward)
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                 self._enter_function(behind(hook) or vars(type(hook)).get("__call__"))
+            names = self._names_of(type(module), has_hooks=bool(module._forward_pre_hooks or module._forward_hooks))
+            before = dict(_read_attributes(module, self._names_read))
             copies = {n: _kept(v, names) for n, v in before.items() if not _is_plain(v)}
             label = f"{'.'.join(self._rec.scopes.path)} ({type(module).__name__})"
             found = _ModuleVisit(module, label, self._rec.where(), before, copies, names, [], module.training)
@@ -601,10 +600,10 @@ class PythonReads:
             found.spans = None
         self._open.append((found, new_id(), len(self._rec.new)))
 
-    def _names_of(self, kind: type) -> frozenset[str]:
+    def _names_of(self, kind: type, *, has_hooks: bool) -> frozenset[str]:
         """The attributes of objects that a forward reads; the program's may hand them to any of its functions."""
         reads = frozenset(attribute_reads(kind))
-        return reads | self._names_read if is_of_program(kind) else reads
+        return reads | self._names_read if is_of_program(kind) or has_hooks else reads
 
     def _enter_function(self, function: object) -> None:
         """Note the state that a function of the program reads before it runs."""
@@ -715,11 +714,10 @@ class PythonReads:
                     continue
                 if not isinstance(value, _NUMBERS_AND_TEXTS):  # an object that several modules share is said once
                     seen.add((id(value), entered.names))
-                names = entered.names | self._names_read if name in _HOOKS else entered.names
-                before = picture(value, names)
+                before = picture(value, entered.names)
                 if before is not None and before.kind != "callable":
                     find = partial(_attribute, module, name)
-                    yield SettingGuard(name, entered.label, before, names, find, id(entered.module))
+                    yield SettingGuard(name, entered.label, before, entered.names, find, id(entered.module))
 
     def _names(self) -> Iterator[tuple[NameRead, Namespace, Any]]:
         """Names and paths that the block and functions of the program read, with the values that they had before."""
@@ -819,9 +817,9 @@ class PythonReads:
             "it in a buffer (register_buffer) or a tfnb.Variable"
         )
         for entered in self._entered.values():
-            if entered.module._forward_pre_hooks:  # which may set attributes before `forward` reads them
-                continue
             for name in self._changed(entered):
+                if entered.module._forward_pre_hooks and name not in _HOOKS:  # a hook may have set it before
+                    continue
                 yield CarriedState(entered.source, f"{entered.label} keeps its attribute {name} {cure}")
         states = [state for state in self._states if state.holder not in self._entered]  # others were visited
         for name in dict.fromkeys(name for state in states for name in self._changed_parts(state)):
@@ -904,8 +902,10 @@ class PythonReads:
         own = entered.module.__dict__
         for name, before in entered.before.items():
             if name in own:
-                now = _kept(own[name], entered.names)
-                yield from self._carried_parts(entered.copies.get(name, before), now, name)
+                now, kept = _kept(own[name], entered.names), entered.copies.get(name, before)
+                if name in _HOOKS:  # a hook may take itself away
+                    kept = {key: item for key, item in kept.items() if key in now}
+                yield from self._carried_parts(kept, now, name)
 
     def _carried_parts(self, before: Any, now: Any, path: str) -> Iterator[str]:
         """The paths of the parts of a copied value that hold something else for the next call."""
@@ -981,8 +981,8 @@ def _as_is(value: Any, names: frozenset[str], levels: int) -> Any:
         kept += value.__defaults__ or ()
         kept += (item for name, item in vars(value).items() if name in names and name != "__wrapped__")
         return [contents(each, names, _as_is, levels - 1) for each in kept]
-    is_array = type(value).__module__ == "numpy" and (found := array_picture(value)) is not None
-    return found.of if is_array else value
+    found = array_picture(value) if type(value).__module__ == "numpy" else None
+    return value if found is None else found.of
 
 
 def _is_close(sample: torch.Tensor | None, before: torch.Tensor) -> bool:

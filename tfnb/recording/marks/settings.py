@@ -162,6 +162,13 @@ def contents(value: object, names: frozenset[str], leaf: Leaf, deep: int = _DEEP
     return _Walk(names, leaf).of(value, deep)
 
 
+def _current(variable: ContextVar[Any]) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        return None
+
+
 class _Walk:
     """A walk over the contents of one value, up to a number of leaves."""
 
@@ -175,8 +182,10 @@ class _Walk:
             return OPAQUE
         if isinstance(value, _SEVERAL):
             return self._of_items(value, deep - 1)
-        if isinstance(value, ContextVar | weakref.ref):
-            return self.of(value.get(None) if isinstance(value, ContextVar) else value(), deep - 1)
+        if isinstance(value, ContextVar):
+            return self.of(_current(value), deep - 1)
+        if isinstance(value, weakref.ref):
+            return self.of(value(), deep - 1)
         if isinstance(value, MethodType) and holds_settings(type(value.__self__)):
             return Attributes(self._attributes(value.__self__, self._names | {value.__name__}, deep - 1))
         if isinstance(value, itertools.count):
