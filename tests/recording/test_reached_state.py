@@ -144,7 +144,7 @@ CARRIED = {  # set-up, block, note of the recording
     "made once, in a helper": ("def f(m, x):\n    if m.c is None:\n        m.c = x.mean()\n    return m.c\n"
                                + module("return x - f(self, x)", data="c = None"), "y = m(x)", "its attribute c"),
     "cached property": (module("self.s = x; return x * self.k",
-                               data="k = functools.cached_property(lambda s: s.s.sum())"), "y = m(x)", "keeps its attribute k"),
+                               data="k = functools.cached_property(lambda s: s.s.sum())"), "y = m(x)", "attribute k"),
     "object of a module": (module("self.c.n += 1; return x * self.c.n", "self.c = Space(n=0)"), "y = m(x)",
                            r"keeps its attribute c\.n"),
     "list of an enclosing function": ("def make():\n    n = [0]\n    def f(x):\n        n[0] += 1\n"

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dis
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-_found: weakref.WeakKeyDictionary[type, dict[str, dict[str, bool]]] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[type, dict[str, _AttributeUses]] = weakref.WeakKeyDictionary()
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _BY_NAME = ("getattr", "hasattr")  # whose second argument is a text
 GROWS = ("append", "extend", "insert", "clear")  # methods of a list that do not read it
@@ -33,22 +33,33 @@ def attribute_reads(kind: type, method: str = "forward") -> tuple[str, ...]:
     >>> attribute_reads(Counted)
     ('n', 'scale')
     """
-    return tuple(name for name, is_read in _first_uses(kind, method).items() if is_read)
+    return _uses_of(kind, method).reads
 
 
-def attribute_uses(kind: type, method: str = "forward") -> Collection[str]:
+def attribute_uses(kind: type, method: str = "forward") -> frozenset[str]:
     """Names of attributes that a method of a class may read or set, on any object."""
-    return _first_uses(kind, method).keys()
+    return _uses_of(kind, method).all
 
 
-def _first_uses(kind: type, method: str) -> dict[str, bool]:
-    """The names of attributes, and whether a method reads each before setting it."""
-    of_kind = _found.setdefault(kind, {})
-    if method not in of_kind:
-        first = of_kind[method] = {}
+class _AttributeUses(NamedTuple):
+    """Names of the attributes that a method reads before setting them, and of all that it uses."""
+
+    reads: tuple[str, ...]
+    all: frozenset[str]
+
+
+def _uses_of(kind: type, method: str) -> _AttributeUses:
+    of_kind = _found.get(kind)
+    if of_kind is None:
+        of_kind = _found[kind] = {}
+    found = of_kind.get(method)
+    if found is None:
+        first: dict[str, bool] = {}  # name -> whether it is read before it is set
         for name, is_read in _uses(kind, method, set()):
             first.setdefault(name, is_read)
-    return of_kind[method]
+        reads = tuple(name for name, is_read in first.items() if is_read)
+        found = of_kind[method] = _AttributeUses(reads, frozenset(first))
+    return found
 
 
 def _uses(kind: type, name: str, seen: set[CodeType]) -> Iterator[tuple[str, bool]]:

@@ -901,7 +901,7 @@ class PythonReads:
     def _changed(self, entered: _ModuleVisit) -> Iterator[str]:
         own = entered.module.__dict__
         for name, before in entered.before.items():
-            if name in own:
+            if name in own and not (own[name] is before and name not in entered.copies):  # a plain value, kept
                 now, kept = _kept(own[name], entered.names), entered.copies.get(name, before)
                 if name in _HOOKS:  # a hook may take itself away
                     kept = {key: item for key, item in kept.items() if key in now}
@@ -1031,8 +1031,8 @@ def _read_attributes(module: torch.nn.Module, names: frozenset[str]) -> Iterator
     """
     own, kind = module.__dict__, type(module)
     reads, is_own = attribute_reads(kind), is_of_program(kind)
-    others = names.difference(attribute_uses(kind), _MODULE)
-    for name in (*reads, *(others if is_own else others & own.keys())):
+    others = (names if is_own else names & own.keys()) - _MODULE
+    for name in (*reads, *(others - attribute_uses(kind))) if others else reads:
         if name in own and name != "training":
             yield name, own[name]
         elif is_own and name not in _MODULE and name != "training":

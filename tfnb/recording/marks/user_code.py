@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ _FOREIGN = tuple({
 })  # fmt: skip
 
 
+@lru_cache(4096)
 def is_foreign(filename: str) -> bool:
     """Whether a file is of Python, of tfnb, or of an installed package."""
     return filename.startswith(_FOREIGN) or is_of_package(filename)
