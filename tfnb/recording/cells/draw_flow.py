@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from tfnb.errors import file_label
 from tfnb.graph import SourceLine, Value
-from tfnb.recording.cells.source_trees import FUNCTIONS, around, definition, tree
 from tfnb.recording.cells.statements import Note
+from tfnb.recording.marks.source_trees import FUNCTIONS, around, definition, tree
 from tfnb.recording.values.python_draws import Draw, DrawFrame, NamedGenerator, drawing, have_drawn, is_clock
 from tfnb.recording.values.tape import Tape
 

@@ -14,8 +14,8 @@ from types import FrameType, FunctionType
 
 from tfnb.errors import file_label
 from tfnb.graph import SourceLine
-from tfnb.recording.cells.source_trees import definition
 from tfnb.recording.cells.statements import Note
+from tfnb.recording.marks.source_trees import definition
 
 _NUMBERS = frozenset({"int", "float", "Integral", "Real", "Number"})
 _PLAIN = frozenset({"int", "float", "str", "repr", "isinstance", "type"})  # calls that give no size

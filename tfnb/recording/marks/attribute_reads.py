@@ -96,19 +96,20 @@ def _in_code(kind: type, code: CodeType, seen: set[CodeType]) -> Iterator[tuple[
 
 @lru_cache(4096)
 def names_of_attributes(code: CodeType) -> frozenset[str]:
-    """Names of the attributes that code and its inner functions read of any object; no logs, to which code appends.
+    """Names of the attributes that code and its inner functions read, before they set them, of any object; no logs.
 
     >>> sorted(names_of_attributes((lambda x, log: log.values.append(x * x.options.scale)).__code__))
     ['append', 'options', 'scale']
     """
     steps = list(dis.get_instructions(code))
-    found: set[str] = set()
-    if not set(_BY_NAME).isdisjoint(code.co_names):
-        found |= {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
+    first: dict[str, bool] = {}  # name -> whether it is read before it is set
     for step, after in pairwise([*steps, steps[-1]]):
         is_log = after.opname.startswith(_READS) and after.argval in GROWS
-        if step.opname.startswith(_READS) and not is_log:
-            found.add(step.argval)
+        if step.opname == "STORE_ATTR" or (step.opname.startswith(_READS) and not is_log):
+            first.setdefault(step.argval, step.opname != "STORE_ATTR")
+    found = {name for name, is_read in first.items() if is_read}
+    if not set(_BY_NAME).isdisjoint(code.co_names):
+        found |= {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
     for each in code.co_consts:
         if isinstance(each, CodeType):
             found |= names_of_attributes(each)

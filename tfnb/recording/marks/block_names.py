@@ -26,6 +26,7 @@ _SCOPES = (
 )  # fmt: skip
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _WRAPPERS = (MethodType, partial, type(lru_cache(len)), staticmethod, classmethod)
+_STAGED = "__tfnb_converted__"  # attribute of functions that `tfnb.autograph` made
 _SAMPLES = "placeholder"  # a function whose arguments are samples: what they are made of is no part of the graph
 
 
@@ -63,24 +64,24 @@ def names_read(statements: Sequence[ast.stmt]) -> list[NameRead]:
 
 
 def attributes_read(statements: Sequence[ast.stmt]) -> frozenset[str]:
-    """Names of the attributes that statements read of any object; no logs, to which they append.
+    """Names of the attributes that statements read, before they set them, of any object; no logs, which only grow.
 
     >>> sorted(attributes_read(ast.parse("y = x * models[0].scale; log.values.append(y)").body))
     ['append', 'scale']
     """
+    first: dict[str, bool] = {}  # name -> whether it is read before it is set
     nodes = [node for statement in statements for node in ast.walk(statement)]
     logs = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in GROWS}
     changed = {id(node.target) for node in nodes if isinstance(node, ast.AugAssign)}
+    uses = [node for node in nodes if isinstance(node, ast.Attribute) and id(node) not in logs]
+    for node in sorted(uses, key=lambda n: (n.lineno, isinstance(n.ctx, ast.Store) and id(n) not in changed)):
+        first.setdefault(node.attr, isinstance(node.ctx, ast.Load) or id(node) in changed)
     texts = {
         node.args[1].value for node in nodes
         if isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant)
         and getattr(node.func, "id", "") in ("getattr", "hasattr") and isinstance(node.args[1].value, str)
     }  # fmt: skip
-    return frozenset(texts) | frozenset(
-        node.attr for node in nodes
-        if isinstance(node, ast.Attribute) and id(node) not in logs
-        and (isinstance(node.ctx, ast.Load) or id(node) in changed)
-    )  # fmt: skip
+    return frozenset(texts) | {name for name, is_read in first.items() if is_read}
 
 
 def keys_read(statements: Sequence[ast.stmt]) -> frozenset[str]:
@@ -150,7 +151,7 @@ class FunctionReads(NamedTuple):
 
     globals: list[tuple[NameRead, dict[str, Any]]]
     attributes: frozenset[str]
-    functions: list[FunctionType]
+    functions: list[FunctionType]  # those that are not staged
 
 
 def function_reads(function: FunctionType) -> FunctionReads:
@@ -163,10 +164,12 @@ def function_reads(function: FunctionType) -> FunctionReads:
     (['scaled', 'settings.factor', 'settings', 'offset'], frozenset({'factor'}))
     """
     found: dict[tuple[NameRead, int], dict[str, Any]] = {}
-    seen: dict[CodeType, FunctionType] = {}
+    seen: dict[CodeType, FunctionType | None] = {}
     _walk(function, found, seen)
     names = frozenset[str]().union(*map(names_of_attributes, seen))
-    return FunctionReads([(read, table) for (read, _), table in found.items()], names, list(seen.values()))
+    return FunctionReads(
+        [(read, table) for (read, _), table in found.items()], names, list(filter(None, seen.values()))
+    )
 
 
 def behind(value: object) -> FunctionType | None:
@@ -178,21 +181,23 @@ def behind(value: object) -> FunctionType | None:
 
 
 def _walk(
-    function: FunctionType, found: dict[tuple[NameRead, int], dict[str, Any]], seen: dict[CodeType, FunctionType]
-) -> None:
+    function: FunctionType, found: dict[tuple[NameRead, int], dict[str, Any]],
+    seen: dict[CodeType, FunctionType | None], *, is_staged: bool = False,
+) -> None:  # fmt: skip
+    """Follow a function; ``is_staged``: by `tfnb.autograph`, as are all functions that such a one calls."""
     if (inner := behind(getattr(function, "__wrapped__", None))) is not None:
-        _walk(inner, found, seen)
+        _walk(inner, found, seen, is_staged=is_staged or _STAGED in vars(function))
     code, table = function.__code__, function.__globals__
     if code in seen or is_foreign(code.co_filename):
         return
-    seen[code] = function
+    seen[code] = None if is_staged else function
     for read in _globals_of(code):
         found.setdefault((read, id(table)), table)
         if not read.attribute and (inner := behind(table.get(read.name))) is not None:
-            _walk(inner, found, seen)
+            _walk(inner, found, seen, is_staged=is_staged)
     for cell in function.__closure__ or ():
         if cell != CellType() and (inner := behind(cell.cell_contents)) is not None:
-            _walk(inner, found, seen)
+            _walk(inner, found, seen, is_staged=is_staged)
 
 
 @lru_cache(4096)

@@ -41,8 +41,10 @@ from tfnb.recording.marks.settings import (
     at_path,
     contents,
     differences,
+    holds_settings,
     picture,
 )  # fmt: skip
+from tfnb.recording.marks.source_trees import definition, only_in_texts
 from tfnb.recording.marks.user_code import is_foreign, is_of_program
 
 GUARDS = "python guards"  # key of what is attached to a graph: the guards of each owner
@@ -546,7 +548,7 @@ class PythonReads:
         names = self._names_read
         self._states += [_State.of(read, its, names, is_global=True) for (_, read), (its, _) in self._globals.items()]
         if namespace is not None:
-            self._states += [_State.of(read, namespace, names) for read in self._reads]
+            self._states += [_State.of(read, namespace, names - self._set_first(read)) for read in self._reads]
         self._groups = {
             id(state.before): (str(state.read), state.before, _numbers(state.before))
             for state in self._states if isinstance(state.before, torch.optim.Optimizer)
@@ -556,6 +558,16 @@ class PythonReads:
             for read, module in self._reads.items()
             if isinstance(module, torch.nn.Module) and read.attribute in vars(module)
         }
+
+    def _set_first(self, root: NameRead) -> set[str]:
+        """Attributes of an object that the methods called by the block set before they read them, in its order."""
+        first: dict[str, bool] = {}
+        kind = type(self._reads[root])
+        for read in self._reads if not root.attribute and holds_settings(kind) else ():
+            if read.name == root.name and read.attribute and hasattr(kind, read.attribute):
+                reads = attribute_reads(kind, read.attribute)
+                first = dict.fromkeys(attribute_uses(kind, read.attribute), False) | dict.fromkeys(reads, True) | first
+        return {name for name, is_read in first.items() if not is_read}
 
     def _follow(self, function: FunctionType) -> list[NameRead]:
         """Note the globals read by a function of the program that the block may call; returns the new ones."""
@@ -895,8 +907,14 @@ class PythonReads:
         """The paths of the parts that the block changed, so that the next call would find other ones."""
         now = state.namespace.at(state.read)
         is_tensor = now is state.before and isinstance(now, torch.Tensor)  # in place: that is noted there
-        if not is_tensor and not state.takes_items:
+        is_name = isinstance(state.before, itertools.count) and self._makes_names(state.read.name)
+        if not is_tensor and not state.takes_items and not is_name:
             yield from self._carried_parts(state.items, _kept(now, state.names), str(state.read))
+
+    def _makes_names(self, count: str) -> bool:
+        """Whether functions of the program take items of a counter for texts alone, such as names."""
+        found = [definition(f) for f in self.functions if count in f.__code__.co_names]
+        return bool(found) and all(each is not None and only_in_texts(each, count) for each in found)
 
     def _changed(self, entered: _ModuleVisit) -> Iterator[str]:
         own = entered.module.__dict__

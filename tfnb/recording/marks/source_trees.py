@@ -44,5 +44,25 @@ def definition(function: FunctionType) -> Any:
     return None
 
 
+def only_in_texts(function: ast.AST, name: str) -> bool:
+    """Whether a function uses a name in f-strings, ``str`` and ``format`` alone.
+
+    >>> whole = ast.parse("def f(): return f'layer {next(numbers)}'")
+    >>> only_in_texts(whole, "numbers"), only_in_texts(whole, "next")
+    (True, True)
+    >>> only_in_texts(ast.parse("y = x * next(numbers)"), "numbers")
+    False
+    """
+    nodes = list(ast.walk(function))
+    texts = [node for node in nodes if isinstance(node, ast.JoinedStr) or _is_text(node)]
+    inside = {id(inner) for text in texts for inner in ast.walk(text)}
+    return all(id(node) in inside for node in nodes if isinstance(node, ast.Name) and node.id == name)
+
+
+def _is_text(node: ast.AST) -> bool:
+    called = node.func if isinstance(node, ast.Call) else None
+    return getattr(called, "id", getattr(called, "attr", "")) in ("str", "format")
+
+
 def _first_line(node: Any) -> int:
     return min([node.lineno, *(each.lineno for each in node.decorator_list)])
