@@ -24,7 +24,7 @@ _PLAIN = frozenset({"int", "float", "str", "repr", "isinstance", "type"})  # cal
 def notes_of_types(functions: Iterable[FunctionType], block: FrameType, body: Sequence[ast.stmt]) -> Iterator[Note]:
     """A note for each line of the block, and of functions that it may call, that asks for such a type."""
     yield from _questions(body, block.f_code.co_filename)
-    for function in functions:
+    for function in () if "autograph" in _names(body) else functions:  # one that is staged here calls others
         names = set(function.__code__.co_names)
         if "isinstance" in names or "type" in names:
             found = definition(function)

@@ -569,17 +569,14 @@ class PythonReads:
                 first = dict.fromkeys(attribute_uses(kind, read.attribute), False) | dict.fromkeys(reads, True) | first
         return {name for name, is_read in first.items() if not is_read}
 
-    def _follow(self, function: FunctionType) -> list[NameRead]:
-        """Note the globals read by a function of the program that the block may call; returns the new ones."""
-        found, new = function_reads(function), []
+    def _follow(self, function: FunctionType) -> None:
+        """Note the globals and attribute names read by a function of the program that the block may call."""
+        found = function_reads(function)
         self._names_read |= found.attributes
         self.functions += found.functions
         for read, table in found.globals:
             namespace = Namespace(table)
-            if (id(table), read) not in self._globals:
-                self._globals[id(table), read] = namespace, namespace.at(read)
-                new.append(read)
-        return new
+            self._globals.setdefault((id(table), read), (namespace, namespace.at(read)))
 
     def _of_method(self, read: NameRead, value: object) -> Iterator[NameRead]:
         """The attributes of an object that are read by a method of the program named or called by the block."""
@@ -683,9 +680,7 @@ class PythonReads:
 
     def _settings_of_names(self) -> Iterator[SettingGuard]:
         for read, namespace, value in self._names():
-            if (
-                namespace.at(read) is not value or "param_groups" in read.attribute
-            ):  # whose numbers runs take as they are
+            if namespace.at(read) is not value or "param_groups" in read.attribute:  # runs take its numbers of now
                 continue
             place, find = (id(namespace.names), namespace.function), partial(namespace.at, read)
             if (before := picture(value, self._names_read)) is not None:
@@ -708,14 +703,9 @@ class PythonReads:
         """Guards of objects, nested lists and attributes of the class that a forward reads, once for each object."""
         seen: set[tuple[int, frozenset[str]]] = set()
         for entered in self._entered.values():
-            own, module, reads = (
-                entered.module.__dict__,
-                weakref.ref(entered.module),
-                attribute_reads(type(entered.module)),
-            )
-            late = (self._names_read & own.keys()).difference(
-                entered.before, attribute_uses(type(entered.module)), _MODULE
-            )
+            own, kind, module = entered.module.__dict__, type(entered.module), weakref.ref(entered.module)
+            reads = attribute_reads(kind)
+            late = (self._names_read & own.keys()).difference(entered.before, attribute_uses(kind), _MODULE)
             for name, value in (*entered.before.items(), *((name, own[name]) for name in late)):
                 is_guarded = name in reads and name in own and (
                     _is_plain(value) or _is_setting(name, value, entered.copies)
