@@ -92,12 +92,15 @@ def unheard_clocks(
     functions: those that the block may call. A function counts as called at the lines of the block that name it, or at
     the last one where another function calls it.
     """
-    yield from _clocks(body, names, block.f_code.co_filename, block.f_code.co_name, ())
-    nodes = [node for statement in body for node in ast.walk(statement)]
+    code = block.f_code
+    if _may_read_clocks((*code.co_names, *code.co_varnames, *code.co_freevars), names):
+        yield from _clocks(body, names, code.co_filename, code.co_name, ())
     for function in functions:
-        inner = definition(function) if _may_read_clocks(function) else None
+        may_read = _may_read_clocks(function.__code__.co_names, function.__globals__)
+        inner = definition(function) if may_read else None
         if inner is None:
             continue
+        nodes = (node for statement in body for node in ast.walk(statement))
         named = (node for node in nodes if isinstance(node, ast.Name | ast.Attribute))
         lines = {n.lineno for n in named if getattr(n, "id", getattr(n, "attr", None)) == function.__name__}
         for line in lines or {statement.lineno for statement in body[-1:]}:
@@ -105,9 +108,9 @@ def unheard_clocks(
             yield from _clocks(inner.body, function.__globals__, function.__code__.co_filename, inner.name, (place,))
 
 
-def _may_read_clocks(function: FunctionType) -> bool:
-    """Whether a function names a class or function of ``time`` or ``datetime``."""
-    named = (function.__globals__.get(name) for name in function.__code__.co_names)
+def _may_read_clocks(used: Iterable[str], names: Mapping[str, Any]) -> bool:
+    """Whether one of the names that code uses is bound to a class or function of ``time`` or ``datetime``."""
+    named = (names.get(name) for name in used)
     return any(getattr(each, "__module__", getattr(each, "__name__", "")) in ("time", "datetime") for each in named)
 
 

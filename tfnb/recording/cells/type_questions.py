@@ -18,15 +18,16 @@ from tfnb.recording.cells.statements import Note
 from tfnb.recording.marks.source_trees import definition
 
 _NUMBERS = frozenset({"int", "float", "Integral", "Real", "Number"})
+_ASKED = frozenset({"isinstance", "type"})
 _PLAIN = frozenset({"int", "float", "str", "repr", "isinstance", "type"})  # calls that give no size
 
 
 def notes_of_types(functions: Iterable[FunctionType], block: FrameType, body: Sequence[ast.stmt]) -> Iterator[Note]:
     """A note for each line of the block, and of functions that it may call, that asks for such a type."""
-    yield from _questions(body, block.f_code.co_filename)
+    if _ASKED.intersection(block.f_code.co_names) or any(isinstance(statement, ast.Match) for statement in body):
+        yield from _questions(body, block.f_code.co_filename)
     for function in () if "autograph" in _names(body) else functions:  # one that is staged here calls others
-        names = set(function.__code__.co_names)
-        if "isinstance" in names or "type" in names:
+        if _ASKED.intersection(function.__code__.co_names):
             found = definition(function)
             yield from () if found is None else _questions(found.body, function.__code__.co_filename)
 
