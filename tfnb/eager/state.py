@@ -59,7 +59,7 @@ class AutogradState:
     def set_grad(self, tensor: Holder, grad: torch.Tensor | None = None) -> None:
         """Replace the gradient; raises ShapeError or InvalidArgument for one that does not fit."""
         holder, at = self.holder(tensor), self.recorder.tape.at
-        self.recorder.carried.clear(holder)
+        (self.recorder.carried.clear if grad is None else self.recorder.carried.set)(holder)
         self._present.pop(holder, None)
         if grad is None:
             self._grads.pop(holder, None)

@@ -8,19 +8,23 @@ beside the tensors: caches of autocast and of parametrisations, TorchScript's op
 
 from __future__ import annotations
 
+import os
 import random
+import secrets
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributions
+import torch.nn.utils.stateless
 import torch.optim.swa_utils
 import torch.utils.checkpoint
 import torch.utils.data
@@ -40,7 +44,7 @@ from tfnb.recording.overrides.override_table import module_rows
 from tfnb.recording.overrides.rng_state import FollowedGenerator
 from tfnb.recording.overrides.size_arguments import same_size
 from tfnb.recording.subgraphs.recompute import checkpoint_generator
-from tfnb.recording.values.python_draws import making, numpy_functions, of_class, of_module, seeding
+from tfnb.recording.values.python_draws import functions_of, making, of_class, of_module, seeding
 from tfnb.recording.values.recording import Recording, open_recording
 from tfnb.recording.values.tensor import Tensor
 
@@ -134,6 +138,29 @@ def _fits(rec: Recording, one: Any, other: Any) -> bool:
     return any(isinstance(size, int) and size == 1 for size in (one, other)) or same_size(rec, one, other)
 
 
+def _reparametrize(original: Original) -> Any:
+    @contextmanager
+    def reparametrize(module: torch.nn.Module, tensors: dict[str, Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+        rec = open_recording()
+        lending = nullcontext() if rec is None else rec.scopes.lending(tensors.values())
+        with lending, original(module, tensors, *args, **kwargs) as orig:
+            yield orig
+
+    return reparametrize
+
+
+def _zero_grad(original: Original) -> Any:
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        if (rec := open_recording()) is not None:
+            is_module = isinstance(self, torch.nn.Module)
+            groups = () if is_module else self.param_groups
+            parameters = self.parameters() if is_module else chain.from_iterable(group["params"] for group in groups)
+            rec.carried.zero(parameters, is_kept=not set_to_none)
+
+    return zero_grad
+
+
 def _call_compiled(original: Original) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs) if open_recording() is None else self._orig_mod(*args, **kwargs)
@@ -150,6 +177,38 @@ def _format_size(original: Original) -> Any:
         return format(self.node.hint, spec)
 
     return text
+
+
+def _text_of_size(original: Original) -> Any:
+    how = {"__str__": "str()", "__repr__": "repr()"}[original.__name__]
+
+    def text(self: torch.SymInt) -> str:
+        rec = open_recording()
+        if rec is None or not self.node.has_hint() or is_foreign(_asking(sys._getframe(1)).f_code.co_filename):
+            return original(self)
+        rec.text_of(how)
+        return str(self.node.hint)
+
+    return text
+
+
+def _environment_read(original: Original) -> Any:
+    def look_up(self: Any, name: str) -> str:
+        rec = open_recording()
+        if rec is not None and not is_foreign(_asking(sys._getframe(1)).f_code.co_filename):
+            rec.python.reads_environment(name, self._data.get(self.encodekey(name)) and original(self, name))
+        return original(self, name)
+
+    return look_up
+
+
+def _asking(frame: FrameType) -> FrameType:
+    """The frame outside of Python's own frozen modules, such as that of ``os.getenv``, and of what stages calls."""
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith("<frozen") or frame.f_globals.get("__name__", "").startswith(_STAGING)
+    ):
+        frame = frame.f_back
+    return frame
 
 
 def _unrecorded(original: Original) -> Any:
@@ -247,6 +306,7 @@ def _keeps(hooks: object) -> bool:
     return isinstance(hooks, graph.save_on_cpu)
 
 
+_STAGING = "tfnb.control_flow.staging"
 _SCHEDULER = (
     "() inside a recording would change the rate once, while recording: call it outside, between runs; a recorded "
     "optimizer.step() reads the rate at each run"
@@ -304,6 +364,10 @@ PATCHES = (
           "torch has no hook for what a module loses; a module that was there before is not changed by a recording"),
     Patch(_one(torch.nn.Module), ("load_state_dict",), _load,
           "with assign=True a module that was there before would hold other Parameters afterwards"),
+    Patch(_one(torch.nn.utils.stateless), ("_reparametrize_module",), _reparametrize,
+          "for the time of a functional_call a module holds tensors that are no parameters of its own"),
+    Patch(lambda: [torch.optim.Optimizer, torch.nn.Module], ("zero_grad",), _zero_grad,
+          "where every .grad is None it does nothing that could be heard"),
     Patch(_compiled_modules, ("__call__",), _call_compiled,
           "a compiled module is the module: a recording sees torch's calls, not what a compiler makes of them"),
     Patch(_loaders, ("__iter__", "__next__"), batch, "how a loader draws is no part of the graph, and a batch is data"),
@@ -314,8 +378,13 @@ PATCHES = (
     Patch(_python_generators, ("random", "getrandbits"), of_class, "the same, of `random.uniform` and all others"),
     Patch(_one(random.Random), ("seed",), seeding, "a function that seeds a generator draws the same at each call"),
     Patch(_one(np.random), ("default_rng",), making, "the same, of NumPy"),
-    Patch(_one(np.random), numpy_functions(), of_module, "the same, of NumPy"),
-    Patch(_one(time), ("time", "time_ns", "perf_counter", "monotonic"), of_module, "the same, of clocks"),
+    Patch(_one(np.random), functions_of(np.random), of_module, "the same, of NumPy"),
+    Patch(_one(time), functions_of(time), of_module, "the same, of clocks"),
+    Patch(_one(os), functions_of(os), of_module, "the same, of the system"),
+    Patch(_one(secrets), functions_of(secrets), of_module, "the same, of secrets"),
+    Patch(_one(uuid), functions_of(uuid), of_module, "the same, of identifiers"),
+    Patch(_one(type(os.environ)), ("__getitem__",), _environment_read,
+          "a variable of the environment that the program reads is a setting"),
     Patch(_one(torch.optim.swa_utils.AveragedModel), ("update_parameters",), recorded_update,
           "it asks in Python whether it is the first update, which each run has to decide"),
     Patch(_schedulers, ("step",), _refused(_SCHEDULER, _is_new), "a scheduler's step is Python: it would happen once"),
@@ -327,6 +396,8 @@ PATCHES = (
           "of a plain tensor it gives a plain one, and wants no recorded alias of it"),
     Patch(_jagged, ("_nt_view_dummy",), _not_nested,
           "a nested tensor of the jagged layout is made of a class of torch's, which asks recorded values for memory"),
+    Patch(_one(torch.SymInt), ("__str__", "__repr__"), _text_of_size,
+          "the same as of an f-string, also in the text of a shape"),
     Patch(_one(torch.SymInt), ("__format__",), _format_size,
           "an f-string of a size has the sample's number, as one of a recorded number has, and is noted with its line"),
     Patch(_one(graph), ("register_multi_grad_hook",), _refused(_GROUP),

@@ -291,6 +291,7 @@ class FromTorch(Optimizer):
         present = recorder.autograd.present(target)
         if present is None:
             return self._record_one(recorder, grad, target)
+        recorder.carried.tell_kept(target)
         with torch.no_grad(), recorder.tagged(GRADIENT | {PRESENT}):
             present = present.clone()
 

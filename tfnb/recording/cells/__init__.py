@@ -2,5 +2,5 @@
 
 `block` opens and closes, `statements` gives writes without a handle to steps, `new_contents` makes the graph's
 contents, `size_letters` keeps the letters of sizes, `draw_flow` finds the random numbers of Python that
-reached the graph.
+reached the graph, `type_questions` questions for the types of sizes.
 """

@@ -27,18 +27,20 @@ from tfnb.graph import Contents, Dim, Graph, Node, Owner, SourceLine, Value, cur
 from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
 from tfnb.graph.setting import setting
-from tfnb.recording.cells.draw_flow import notes_of_draws, unheard_draws
+from tfnb.recording.cells.draw_flow import notes_of_draws, unheard_clocks, unheard_draws
 from tfnb.recording.cells.new_contents import Replacement, drop_unreachable_data, replaced
 from tfnb.recording.cells.size_letters import substitute, unified_guards
 from tfnb.recording.cells.statements import LEFT, Note, attached
+from tfnb.recording.cells.type_questions import notes_of_types
 from tfnb.recording.dispatch.function_mode import Functions
 from tfnb.recording.dispatch.module_hooks import follow_modules
 from tfnb.recording.dispatch.recorder import Recorder
-from tfnb.recording.marks.block_names import Namespace, block_of, names_read
+from tfnb.recording.marks.block_names import Namespace, attributes_read, block_of, keys_read, names_read
 from tfnb.recording.marks.held_interrupts import at_user_lines, raise_held
 from tfnb.recording.marks.notes import user_level
 from tfnb.recording.marks.python_state import GUARDS, PythonReads
 from tfnb.recording.marks.scopes import clean, modules_of
+from tfnb.recording.marks.user_code import is_foreign
 from tfnb.recording.overrides.rng_state import own_streams
 from tfnb.recording.torch_patches import surroundings
 from tfnb.recording.values.python_draws import held_generators
@@ -241,7 +243,7 @@ def _opened(
         kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
         recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
         recorder.default_device, recorder.is_cell = device, is_cell
-        recorder.python = PythonReads(recorder, names_read(body), namespace)
+        recorder.python = PythonReads(recorder, names_read(body), namespace, attributes_read(body), keys_read(body))
         outer = names()
         recorder.buffers.meet(modules_of(outer), is_earlier=True)
         recorder.held = [] if is_cell else held_generators(outer)
@@ -274,7 +276,7 @@ def _take_back(recorder: Recorder, error: BaseException) -> None:
     """End a recording that failed: its nodes become stale, and the error is put in the user's words."""
     recorder.leave()
     _in_letters(recorder, error)
-    _explain_key(recorder, error)
+    _explain_python(recorder, error)
     recorder.space.forget({node.id for node in recorder.new})
     recorder.graph.stale.update((node.id, _failed(node)) for node in recorder.new)
 
@@ -288,25 +290,43 @@ def _in_letters(recorder: Recorder, error: BaseException) -> None:
         error.args = tuple(recorder.symbols.readable(arg) if isinstance(arg, str) else arg for arg in error.args)
 
 
-def _explain_key(recorder: Recorder, error: BaseException) -> None:
-    """Add a note with the line that uses a varying size as a key (torch's error names no line), and a remedy."""
-    if not isinstance(error, TypeError) or "unhashable type" not in str(error) or "SymInt" not in str(error):
+def _explain_python(recorder: Recorder, error: BaseException) -> None:
+    """Add a note with the line, and a remedy, to an error of Python's about a size, a number or an empty ``.grad``."""
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_of_torch(frame)]
+    if not frames or not isinstance(error, TypeError | KeyError | AttributeError | ValueError):
         return
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
-    asking = [place for place, frame in enumerate(frames) if not _is_of_torch(frame)]
-    if not asking:
-        return
-    frame, line = frames[asking[-1]], lines[asking[-1]]
+    frame, line = next((f for f in reversed(frames) if not is_foreign(f[0].f_code.co_filename)), frames[-1])
     name = file_label(frame.f_code.co_filename)
     text = linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip()
-    letters = ", ".join(sorted(recorder.tape.letters))
-    error.add_note(
-        f"{name} line {line}: {text}\n"
-        f"  keeps something by a size that varies ({letters}), as functools.lru_cache and dicts keyed by x.shape do. "
-        "Fix the sizes, tfnb.placeholder(sample, shape=(2, 3, ...)) with numbers for all axes, or call the function "
-        "behind the cache (function.__wrapped__)"
-    )
+    remedy = _remedy(str(error), text, ", ".join(sorted(recorder.tape.letters)))
+    if remedy:
+        error.add_note(f"{name} line {line}: {text}\n  {remedy}")
+
+
+def _remedy(error: str, text: str, letters: str) -> str:
+    """The cause of an error of Python's in the terms of recordings, and what to do; empty for another error."""
+    fix = "Fix the sizes, tfnb.placeholder(sample, shape=(2, 3, ...)) with numbers for all axes"
+    if "unhashable type" in error and "SymInt" in error:
+        return (
+            f"keeps something by a size that varies ({letters}), as functools.lru_cache and dicts keyed by x.shape do. "
+            f"{fix}, or call the function behind the cache (function.__wrapped__)"
+        )
+    if "SymInt" in error or "numpy.object_" in error or "Rational" in error:
+        return (
+            f"gives a size that varies ({letters}) to code that needs a number, as NumPy and json do. Compute with "
+            f"torch (torch.arange(n) for np.arange(n), n // 2 and n % 2 for divmod), or take int(n). {fix}"
+        )
+    if "of type Tensor" in error or "from Tensor" in error:
+        return (
+            "gives a number that staged code took from a tensor, and that each run has anew, to code that needs the "
+            "number itself: compute with torch, or take the sample's by .numpy(), as in float(x.sum().numpy())"
+        )
+    if "NoneType" in error and ".grad" in text:
+        return (
+            "reads a .grad that is empty: a recording, and each run of it, begins with every .grad None, whatever "
+            "stands in it outside. Call opt.zero_grad() instead of zeroing it, and read it below backward()"
+        )
+    return ""
 
 
 def _is_of_torch(frame: FrameType) -> bool:
@@ -379,6 +399,9 @@ def _commit(
     lost += [Note(*each) for each in (*recorder.python.kept(), *recorder.carried.notes())]
     if not recorder.is_cell and recorder.stop is not None:
         recorder.tape.draws += unheard_draws(recorder.held, recorder.tape.heard, recorder.stop, body)
+        recorder.tape.draws += unheard_clocks(recorder.python.functions, recorder.stop, names, body)
+        if recorder.tape.letters:
+            lost += notes_of_types(recorder.python.functions, recorder.stop, body)
     lost += notes_of_draws(recorder.tape, names, _results(recorder, names))
     recorder.tape.notes += map(str, lost)
     guards = unified_guards(recorder.tape.guards, sizes)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from tfnb.errors import file_label
 from tfnb.graph import SourceLine, Value
 from tfnb.recording.cells.statements import Note
-from tfnb.recording.values.python_draws import Draw, DrawFrame, NamedGenerator, have_drawn
+from tfnb.recording.marks.source_trees import FUNCTIONS, around, definition, tree
+from tfnb.recording.values.python_draws import Draw, DrawFrame, NamedGenerator, drawing, have_drawn, is_clock
 from tfnb.recording.values.tape import Tape
 
 _ABSORBING = frozenset({
@@ -31,8 +31,7 @@ _ABSORBING = frozenset({
 """Calls whose arguments are no part of what a run computes: samples, initial values, seeds."""
 _CLASSES = (torch.nn.Module, torch.optim.Optimizer, Dataset, DataLoader)  # the same, where they are made
 _GIVEN = frozenset({"tfnb.placeholder", "tfnb.read", "tfnb.constant"})
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_SCOPES = (*_FUNCTIONS, ast.ClassDef)
+_SCOPES = (*FUNCTIONS, ast.ClassDef)
 _LEAVES = (ast.Return, ast.Break, ast.Continue)
 
 _INSTEAD: Mapping[str, str] = {
@@ -85,6 +84,52 @@ def unheard_draws(
     return found
 
 
+def unheard_clocks(
+    functions: Iterable[FunctionType], block: FrameType, names: Mapping[str, Any], body: Sequence[ast.stmt]
+) -> Iterator[Draw]:
+    """Reads of clocks in C by the block and by functions of the program, which no replacement hears.
+
+    functions: those that the block may call. A function counts as called at the lines of the block that name it, or at
+    the last one where another function calls it.
+    """
+    code = block.f_code
+    if _may_read_clocks((*code.co_names, *code.co_varnames, *code.co_freevars), names):
+        yield from _clocks(body, names, code.co_filename, code.co_name, ())
+    for function in functions:
+        may_read = _may_read_clocks(function.__code__.co_names, function.__globals__)
+        inner = definition(function) if may_read else None
+        if inner is None:
+            continue
+        nodes = (node for statement in body for node in ast.walk(statement))
+        named = (node for node in nodes if isinstance(node, ast.Name | ast.Attribute))
+        lines = {n.lineno for n in named if getattr(n, "id", getattr(n, "attr", None)) == function.__name__}
+        for line in lines or {statement.lineno for statement in body[-1:]}:
+            place = DrawFrame(block.f_code.co_filename, line, block.f_code.co_name, names)
+            yield from _clocks(inner.body, function.__globals__, function.__code__.co_filename, inner.name, (place,))
+
+
+def _may_read_clocks(used: Iterable[str], names: Mapping[str, Any]) -> bool:
+    """Whether one of the names that code uses is bound to a class or function of ``time`` or ``datetime``."""
+    named = (names.get(name) for name in used)
+    return any(getattr(each, "__module__", getattr(each, "__name__", "")) in ("time", "datetime") for each in named)
+
+
+def _clocks(
+    body: Sequence[ast.stmt], names: Mapping[str, Any], file: str, function: str, outer: tuple[DrawFrame, ...]
+) -> Iterator[Draw]:
+    """The calls of clocks in statements, by a name that is bound to one or by a method of a class."""
+    for node in (node for statement in body for node in ast.walk(statement)):
+        if not isinstance(node, ast.Call) or (path := _dotted(node.func)) is None:
+            continue
+        first, *rest = path.split(".")
+        owner, value = None, names.get(first)
+        for part in rest:
+            owner, value = value, getattr(value, part, None) if isinstance(value, ModuleType | type) else None
+        called = None if isinstance(owner, ModuleType) else drawing(value)  # those of modules are replaced
+        if called is not None and is_clock(called):
+            yield Draw(called, True, (DrawFrame(file, node.lineno, function, names), *outer), 0)
+
+
 def _note(draw: Draw) -> Note:
     place = draw.places[0]
     text = linecache.getline(place.file, place.line).strip()
@@ -135,35 +180,16 @@ def _levels(places: Sequence[DrawFrame]) -> list[Level]:
     """
     found: list[Level] = []
     for place in places:
-        tree = _tree(place.file, "".join(linecache.getlines(place.file)))
-        if tree is None:
+        whole = tree(place.file)
+        if whole is None:
             continue
-        function = _function(tree, place.line)
-        body = tree.body if function is None else function.body
+        function = around(whole, place.line)
+        body = whole.body if function is None else function.body
         if found and found[-1][2] is body:
             found[-1][1].append(place.line)
         else:
             found.append((place, [place.line], body, function))
     return found
-
-
-@lru_cache(maxsize=64)
-def _tree(file: str, text: str) -> ast.Module | None:
-    """The syntax tree of a file or cell; lines of magics are empty there."""
-    rows = ["" if row.lstrip().startswith(("%", "!")) else row for row in text.splitlines()]
-    try:
-        return ast.parse("\n".join(rows)) if text else None
-    except SyntaxError:
-        return None
-
-
-def _function(tree: ast.Module, line: int) -> Any:
-    """The innermost function that the line stands in the body of."""
-    around = [
-        node for node in ast.walk(tree)
-        if isinstance(node, _FUNCTIONS) and node.body[0].lineno <= line <= (node.end_lineno or 0)
-    ]  # fmt: skip
-    return max(around, key=lambda node: node.lineno, default=None)
 
 
 # -- names, from a statement on -------------------------------------------------------------------------------------

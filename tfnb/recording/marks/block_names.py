@@ -9,22 +9,24 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, takewhile
+from functools import lru_cache, partial
+from itertools import accumulate, pairwise, takewhile
 from textwrap import dedent
-from types import CodeType, FrameType, FunctionType
+from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
+from tfnb.recording.marks.attribute_reads import GROWS, names_of_attributes
 from tfnb.recording.marks.settings import MISSING, at_path
 from tfnb.recording.marks.user_code import is_foreign
 
-_GROWS = ("append", "extend", "insert", "clear")  # methods of a list that do not read it
 _WITH = re.compile(r"\s*(async )?with\b")
 _ITEMS = 20  # lines that the items of a with statement may take
 _SCOPES = (
     ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
 )  # fmt: skip
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+_WRAPPERS = (MethodType, partial, type(lru_cache(len)), staticmethod, classmethod)
+_STAGED = "__tfnb_converted__"  # attribute of functions that `tfnb.autograph` made
 _SAMPLES = "placeholder"  # a function whose arguments are samples: what they are made of is no part of the graph
 
 
@@ -59,6 +61,37 @@ def names_read(statements: Sequence[ast.stmt]) -> list[NameRead]:
         if isinstance(statement, ast.FunctionDef | ast.ClassDef):
             assigned.add(statement.name)
     return list(found)
+
+
+def attributes_read(statements: Sequence[ast.stmt]) -> frozenset[str]:
+    """Names of the attributes that statements read, before they set them, of any object; no logs, which only grow.
+
+    >>> sorted(attributes_read(ast.parse("y = x * models[0].scale; log.values.append(y)").body))
+    ['append', 'scale']
+    """
+    first: dict[str, bool] = {}  # name -> whether it is read before it is set
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    logs = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in GROWS}
+    changed = {id(node.target) for node in nodes if isinstance(node, ast.AugAssign)}
+    uses = [node for node in nodes if isinstance(node, ast.Attribute) and id(node) not in logs]
+    for node in sorted(uses, key=lambda n: (n.lineno, isinstance(n.ctx, ast.Store) and id(n) not in changed)):
+        first.setdefault(node.attr, isinstance(node.ctx, ast.Load) or id(node) in changed)
+    texts = {
+        node.args[1].value for node in nodes
+        if isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant)
+        and getattr(node.func, "id", "") in ("getattr", "hasattr") and isinstance(node.args[1].value, str)
+    }  # fmt: skip
+    return frozenset(texts) | {name for name, is_read in first.items() if is_read}
+
+
+def keys_read(statements: Sequence[ast.stmt]) -> frozenset[str]:
+    """Texts that statements look up in any dict."""
+    nodes = (node for statement in statements for node in ast.walk(statement))
+    return frozenset(
+        node.slice.value for node in nodes
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
+        and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
+    )  # fmt: skip
 
 
 def _reads(node: ast.AST, bound: frozenset[str] = frozenset()) -> Iterator[NameRead]:
@@ -98,7 +131,7 @@ def _path(node: ast.expr) -> NameRead | None:
 
 def _only_grows(called: ast.expr) -> bool:
     """Whether a method is called that makes a list grow, also one in a dict or an attribute."""
-    if not isinstance(called, ast.Attribute) or called.attr not in _GROWS:
+    if not isinstance(called, ast.Attribute) or called.attr not in GROWS:
         return False
     grown = called.value
     while isinstance(grown, ast.Attribute | ast.Subscript):
@@ -113,31 +146,58 @@ def _own_names(scope: ast.AST) -> set[str]:
     return stored | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
-def globals_read(function: FunctionType) -> list[tuple[NameRead, dict[str, Any]]]:
-    """Globals read by the user's function, with their tables; globals read by user functions that the function names.
+class FunctionReads(NamedTuple):
+    """Reads of a function of the program and of those that it names: globals with their tables, and attribute names."""
+
+    globals: list[tuple[NameRead, dict[str, Any]]]
+    attributes: frozenset[str]
+    functions: list[FunctionType]  # those that are not staged
+
+
+def function_reads(function: FunctionType) -> FunctionReads:
+    """The reads of the user's function, and of user functions that the function names.
 
     >>> def scaled(x):
     ...     return x * settings.factor
-    >>> [str(read) for read, _ in globals_read(lambda x: scaled(x) + offset)]
-    ['scaled', 'settings.factor', 'settings', 'offset']
+    >>> found = function_reads(lambda x: scaled(x) + offset)
+    >>> [str(read) for read, _ in found.globals], found.attributes
+    (['scaled', 'settings.factor', 'settings', 'offset'], frozenset({'factor'}))
     """
     found: dict[tuple[NameRead, int], dict[str, Any]] = {}
-    seen: set[CodeType] = set()
+    seen: dict[CodeType, FunctionType | None] = {}
     _walk(function, found, seen)
-    return [(read, table) for (read, _), table in found.items()]
+    names = frozenset[str]().union(*map(names_of_attributes, seen))
+    return FunctionReads(
+        [(read, table) for (read, _), table in found.items()], names, list(filter(None, seen.values()))
+    )
 
 
-def _walk(function: FunctionType, found: dict[tuple[NameRead, int], dict[str, Any]], seen: set[CodeType]) -> None:
-    while isinstance(wrapped := getattr(function, "__wrapped__", None), FunctionType):
-        function = wrapped
+def behind(value: object) -> FunctionType | None:
+    """The Python function behind a function, a method, a partial or a wrapper such as that of ``functools.cache``."""
+    while isinstance(value, _WRAPPERS):
+        inner = value.func if isinstance(value, partial) else getattr(value, "__func__", None)
+        value = inner or getattr(value, "__wrapped__", None)
+    return value if isinstance(value, FunctionType) else None
+
+
+def _walk(
+    function: FunctionType, found: dict[tuple[NameRead, int], dict[str, Any]],
+    seen: dict[CodeType, FunctionType | None], *, is_staged: bool = False,
+) -> None:  # fmt: skip
+    """Follow a function; ``is_staged``: by `tfnb.autograph`, as are all functions that such a one calls."""
+    if (inner := behind(getattr(function, "__wrapped__", None))) is not None:
+        _walk(inner, found, seen, is_staged=is_staged or _STAGED in vars(function))
     code, table = function.__code__, function.__globals__
     if code in seen or is_foreign(code.co_filename):
         return
-    seen.add(code)
+    seen[code] = None if is_staged else function
     for read in _globals_of(code):
         found.setdefault((read, id(table)), table)
-        if not read.attribute and isinstance(value := table.get(read.name), FunctionType):
-            _walk(value, found, seen)
+        if not read.attribute and (inner := behind(table.get(read.name))) is not None:
+            _walk(inner, found, seen, is_staged=is_staged)
+    for cell in function.__closure__ or ():
+        if cell != CellType() and (inner := behind(cell.cell_contents)) is not None:
+            _walk(inner, found, seen, is_staged=is_staged)
 
 
 @lru_cache(4096)
@@ -148,7 +208,7 @@ def _globals_of(code: CodeType) -> tuple[NameRead, ...]:
     for at, step in enumerate(steps):
         if step.opname == "LOAD_GLOBAL":
             path = [each.argval for each in takewhile(lambda s: s.opname in _LOADS, steps[at + 1 :])]
-            if path and path[-1] in _GROWS:
+            if path and path[-1] in GROWS:
                 continue
             reads = (NameRead(step.argval, ".".join(path[:n])) for n in range(len(path), -1, -1))
             found |= dict.fromkeys(reads)
@@ -159,10 +219,14 @@ def _globals_of(code: CodeType) -> tuple[NameRead, ...]:
 
 
 @lru_cache(4096)
-def enclosed_set(code: CodeType) -> tuple[str, ...]:
-    """Names of enclosing functions that code sets, by ``nonlocal``."""
-    return tuple({step.argval for step in dis.get_instructions(code) if step.opname == "STORE_DEREF"}
-                 & set(code.co_freevars))  # fmt: skip
+def enclosed_reads(code: CodeType) -> frozenset[str]:
+    """Names of enclosing functions that code reads or sets; no logs, to which the code appends."""
+    steps = list(dis.get_instructions(code))
+    return frozenset(
+        step.argval for step, after in pairwise([*steps, steps[-1]])
+        if step.argval in code.co_freevars and step.opname in ("LOAD_DEREF", "LOAD_CLOSURE", "STORE_DEREF")
+        and not (after.opname in _LOADS and after.argval in GROWS)
+    )  # fmt: skip
 
 
 def block_of(frame: FrameType) -> list[ast.stmt]:

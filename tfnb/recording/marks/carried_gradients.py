@@ -86,7 +86,7 @@ class CarriedGradients:
         """The block reads a ``.grad``; an absent gradient is noted as cleared by a later `zero_grad`."""
         found = self._gradient(holder)
         if found is None:
-            self._see_empty(holder)
+            self._see_empty(holder, asked=True)
         elif grad is not None:
             found.is_read = True
 
@@ -97,6 +97,14 @@ class CarriedGradients:
             self._see_empty(holder)
         elif found.cleared is None:
             found.cleared = new_id()
+
+    def set(self, holder: torch.Tensor | Variable) -> None:
+        """The block sets a ``.grad`` to a tensor: one that was asked for before, and found empty, is added to."""
+        parameter = _parameter(holder)
+        was_asked = parameter is not None and self._clear.get(parameter) == "asked"
+        self.clear(holder)
+        if was_asked and isinstance(holder, Variable) and holder not in self._found:
+            self._found[holder] = _Gradient(self._rec.where(), True, new_id())
 
     def fill(self, holder: torch.Tensor | Variable) -> None:
         """A backward pass adds to a ``.grad``."""
@@ -111,14 +119,32 @@ class CarriedGradients:
                     self._outside.add(holder)
         found.source = self._rec.where()
 
+    def zero(self, parameters: Iterable[torch.Tensor], *, is_kept: bool) -> None:
+        """``zero_grad`` of a module or optimizer; ``is_kept``: with ``set_to_none=False``."""
+        for parameter in parameters:
+            self._clear[parameter] = "zeroed" if is_kept else "cleared"
+
+    def tell_kept(self, variable: Variable) -> None:
+        """Note that an update, which only some runs make, is one of a ``.grad`` that the block zeroes and keeps."""
+        parameter = _parameter(variable)
+        if parameter is not None and self._clear.get(parameter) == "zeroed":
+            self._rec.note(
+                f"in plain PyTorch the zeroed .grad of {variable.name} is there from turn to turn, so that each step "
+                "updates it, by momentum and weight decay also where the loss does not reach it. Each run begins with "
+                "every .grad None, and leaves it as it is there: call opt.zero_grad() without set_to_none=False"
+            )
+
     def _gradient(self, holder: object) -> _Gradient | None:
         return self._found.get(holder) if isinstance(holder, Variable) else None
 
-    def _see_empty(self, holder: object) -> None:
-        """Note an empty ``.grad``; ``holder`` is the Parameter itself if the block has not used the Parameter yet."""
+    def _see_empty(self, holder: object, *, asked: bool = False) -> None:
+        """Note an empty ``.grad``; ``holder`` is the Parameter itself if the block has not used the Parameter yet.
+
+        asked: the block read the empty gradient, and did not clear it.
+        """
         parameter = _parameter(holder) if isinstance(holder, Variable) else holder
-        if parameter is not None:
-            self._clear[parameter] = True
+        if parameter is not None and not (asked and parameter in self._clear):
+            self._clear[parameter] = "asked" if asked else "cleared"
 
     # -- at the end of the block ------------------------------------------------------------------------------------
 

@@ -29,3 +29,6 @@ class OpenBlock(current.OpenRecording, Protocol):
 
     def variable_of(self, tensor: torch.Tensor) -> Variable | None:
         """The Variable of a Parameter, buffer or leaf; None for other tensors."""
+
+    def note(self, text: str) -> None:
+        """Something to be said once about this line."""

@@ -8,15 +8,17 @@ conditions guards; it compiles again where one fails, and a recording is a cell 
 
 from __future__ import annotations
 
+import inspect
 import io
 import itertools
+import os
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -26,11 +28,24 @@ from tfnb.errors import InvalidArgument, StaleNode
 from tfnb.graph import Node, SourceLine, Variable
 from tfnb.graph.current import is_recorded
 from tfnb.graph.graph import new_id
-from tfnb.recording.marks.attribute_reads import attribute_reads
-from tfnb.recording.marks.block_names import NameRead, Namespace, enclosed_set, globals_read
+from tfnb.recording.marks.attribute_reads import attribute_reads, attribute_uses
+from tfnb.recording.marks.block_names import NameRead, Namespace, behind, enclosed_reads, function_reads
 from tfnb.recording.marks.open_block import OpenBlock
-from tfnb.recording.marks.settings import FEW, MISSING, Picture, at_path, picture
-from tfnb.recording.marks.user_code import is_foreign
+from tfnb.recording.marks.settings import (
+    FEW,
+    MISSING,
+    OPAQUE,
+    Attributes,
+    Picture,
+    array_picture,
+    at_path,
+    contents,
+    differences,
+    holds_settings,
+    picture,
+)  # fmt: skip
+from tfnb.recording.marks.source_trees import definition, only_in_texts
+from tfnb.recording.marks.user_code import is_foreign, is_of_program
 
 GUARDS = "python guards"  # key of what is attached to a graph: the guards of each owner
 SHARE = 20  # a comparison may cost one of so many parts of the time since the last one
@@ -41,6 +56,7 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _OF_CHILDREN = {"_modules", "children", "named_children", "modules", "named_modules"}
 _KEPT = (list, dict, set, deque)
+_NUMBERS_AND_TEXTS = (bool, int, float, complex, str)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE = frozenset(vars(torch.nn.Module()))  # attributes that torch keeps itself
 _NO_HOOKS = ((),) * len(_HOOKS)
@@ -64,7 +80,8 @@ class _ModuleVisit:
     label: str
     source: SourceLine | None
     before: dict[str, Any]
-    copies: dict[str, Any]  # of lists and dicts among ``before``
+    copies: dict[str, Any]  # of the contents of those that are no plain values
+    names: frozenset[str]  # of the attributes of objects that belong to these values
     spans: list[range] | None  # None: in a loop or branch, whose nodes are not known by their ids, or without nodes
     training: bool | None  # None: entered in both modes
 
@@ -253,30 +270,29 @@ def _step_hooks(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
 
 
 class SettingGuard(NamedTuple):
-    """A setting that the code of a block or of a function read by a name of the program, or by a path from one."""
+    """A setting that the code of a block, a function or a module read, by a name, a path or an attribute.
 
-    read: NameRead
+    names: the attributes of objects that belong to the setting. place: what tells settings of one name apart.
+    """
+
+    name: str
+    of: str  # the module whose attribute it is, in words; empty for names of the program
     value: Picture
-    namespace: Namespace
+    names: frozenset[str]
+    find: Callable[[], Any]
+    place: Any
 
-    @property
-    def key(self) -> Any:
-        """The path and where its name is bound: several modules may have one of that name."""
-        return id(self.namespace.names), self.namespace.function, self.read
-
-    def now(self) -> Picture | None:
-        """The setting that is there now; None if there is none, or something of another kind."""
-        found = picture(self.namespace.at(self.read))
-        return found if found is not None and found.kind == self.value.kind else None
-
-    def change(self, label: str) -> str:
-        """The change of the setting since the recording of ``label``, in words; empty for none."""
-        now = self.now()
-        if now is None or now == self.value:
-            return ""
-        if self.value.is_shown:
-            return f"{self.read} was {_short(self.value.of)} when {label} was recorded, and is {_short(now.of)} now"
-        return f"{self.read} is another {now.label} now than when {label} was recorded"
+    def changes(self, label: str) -> Iterator[tuple[Any, str]]:
+        """(key, text) of each change of the setting since the recording of ``label``."""
+        now = picture(self.find(), self.names)
+        if now is None or now.kind != self.value.kind:  # of another purpose
+            return
+        for path, old, new in differences(self.value.of, now.of):
+            text = f"attribute {self.name}{path} of {self.of}" if self.of else f"{self.name}{path}"
+            told = f"was {_short(old)} when {label} was recorded, and is {_short(new)} now"
+            if not self.value.is_shown:
+                told = f"is another {now.label} now than when {label} was recorded"
+            yield (self.place, text), f"{text} {told}: the graph computes with the former. "
 
 
 @dataclass(slots=True)
@@ -292,7 +308,9 @@ class TensorGuard:
     def differs(self) -> bool:
         """Whether a tensor with other values is there now; one of another shape or dtype has another purpose."""
         now = self.find()
-        if not isinstance(now, torch.Tensor) or is_recorded(now) or (at := stamp(now)) == self.seen:
+        if not isinstance(now, torch.Tensor) or is_recorded(now):
+            return False
+        if (at := stamp(now)) == self.seen and not is_shared(now):  # NumPy writes without a stamp
             return False
         if now.shape != self.value.shape or now.dtype != self.value.dtype or now.device != self.value.device:
             return False
@@ -300,6 +318,11 @@ class TensorGuard:
             return True
         self.seen = at
         return False
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether an array of NumPy may look at the memory of a plain tensor: torch does not resize such memory."""
+    return tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -369,13 +392,12 @@ class PythonGuards:
     def notes(self) -> Iterator[str]:
         """Notes of changes that do not make the block stale, once each."""
         for guard in self.settings:
-            if guard.key not in self.told and (change := guard.change(self.label)):
-                self.told.add(guard.key)
-                vary = "To change it from run to run make it a placeholder or a tfnb.Variable; else "
-                yield (
-                    f"{change}: the graph computes with the former. "
-                    f"{vary if guard.value.kind in ('number', 'items') else 'For the new one '}{self.cure}"
-                )
+            for key, change in guard.changes(self.label):
+                if key not in self.told:
+                    self.told.add(key)
+                    is_number = guard.value.kind in ("number", "items")
+                    vary = "To change it from run to run make it a placeholder or a tfnb.Variable; else "
+                    yield f"{change}{vary if is_number else 'For the new one '}{self.cure}"
         for each in self.tensors:
             if each.name not in self.told and each.differs():
                 self.told.add(each.name)
@@ -463,23 +485,23 @@ class CarriedState(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The value of a name or path of the program before the block; ``items``: a copy of a short list, dict or set."""
+    """The value of a name or path of the program before the block; ``items``: a copy of its contents."""
 
     read: NameRead
     namespace: Namespace
     before: Any
-    items: dict[Any, Any] | None
-    picture: Picture | None
+    items: Any
+    names: frozenset[str]  # of the attributes of objects that belong to it
     holder: int | None  # the id of the object whose attribute it is
     is_global: bool  # a function of the program reads it
 
     @classmethod
-    def of(cls, read: NameRead, namespace: Namespace, *, is_global: bool = False) -> _State:
+    def of(cls, read: NameRead, namespace: Namespace, names: frozenset[str], *, is_global: bool = False) -> _State:
         """The state before the block."""
         path = NameRead(read.name, read.attribute.rpartition(".")[0])
-        value, holder = namespace.at(read), id(namespace.at(path)) if read.attribute else None
-        items = _items(value) if isinstance(value, _KEPT) and len(value) < FEW else None
-        return cls(read, namespace, value, items, _picture(value), holder, is_global)
+        value, holder = namespace.at(read), namespace.at(path) if read.attribute else None
+        items = OPAQUE if isinstance(holder, torch.optim.Optimizer) else _kept(value, names)  # its groups are compared
+        return cls(read, namespace, value, items, names, None if holder is None else id(holder), is_global)
 
     def paths(self, last: str) -> Iterator[NameRead]:
         """The beginnings of the path that end with this attribute."""
@@ -490,11 +512,8 @@ class _State(NamedTuple):
 
     @property
     def takes_items(self) -> bool:
-        """Whether a read takes an item of an iterator that outlives the block.
-
-        A function's count mostly makes names.
-        """
-        is_count = self.is_global and isinstance(self.before, itertools.count)
+        """Whether a read takes an item of an iterator that outlives the block."""
+        is_count = self.is_global and isinstance(self.before, itertools.count)  # which is compared
         return isinstance(self.before, Iterator) and not isinstance(self.before, io.IOBase) and not is_count
 
 
@@ -502,8 +521,9 @@ class PythonReads:
     """Python state read by one block, collected while the block is recorded."""
 
     def __init__(
-        self, recording: OpenBlock, reads: Sequence[NameRead] = (), namespace: Namespace | None = None
-    ) -> None:
+        self, recording: OpenBlock, reads: Sequence[NameRead] = (), namespace: Namespace | None = None,
+        attributes: frozenset[str] = frozenset(), keys: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
         self._rec, self._namespace = recording, namespace
         self._entered: dict[int, _ModuleVisit] = {}
         self._open: list[tuple[_ModuleVisit, int, int]] = []  # with the first id, and how many nodes there were
@@ -512,13 +532,23 @@ class PythonReads:
         self._reads = {read: value for read, value in values.items() if value is not MISSING}
         self._globals: dict[tuple[int, NameRead], tuple[Namespace, Any]] = {}  # that functions of the program read
         self._states: list[_State] = []
+        self._keys = keys  # texts that the block looks up in dicts
+        self.functions: list[FunctionType] = []  # of the program, that the block may call
+        self._shared: list[tuple[SourceLine | None, torch.Tensor, torch.Tensor]] = []  # with NumPy: with copies
+        self._environment: dict[str, str] = {}  # variables of the environment that the program read; empty for none
+        self._names_read = attributes  # of any object, by the block and by functions of the program
         for read, value in list(self._reads.items()):
-            if isinstance(value, FunctionType):
-                self._follow(value)
+            if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+                for method in filter(None, map(behind, vars(value).values())):
+                    self._follow(method)
+            elif (function := behind(value)) is not None:
+                self._follow(function)
             else:
                 self._reads |= dict.fromkeys(self._of_method(read, value), value)
+        names = self._names_read
+        self._states += [_State.of(read, its, names, is_global=True) for (_, read), (its, _) in self._globals.items()]
         if namespace is not None:
-            self._states += [_State.of(read, namespace) for read in self._reads]
+            self._states += [_State.of(read, namespace, names - self._set_first(read)) for read in self._reads]
         self._groups = {
             id(state.before): (str(state.read), state.before, _numbers(state.before))
             for state in self._states if isinstance(state.before, torch.optim.Optimizer)
@@ -529,13 +559,24 @@ class PythonReads:
             if isinstance(module, torch.nn.Module) and read.attribute in vars(module)
         }
 
+    def _set_first(self, root: NameRead) -> set[str]:
+        """Attributes of an object that the methods called by the block set before they read them, in its order."""
+        first: dict[str, bool] = {}
+        kind = type(self._reads[root])
+        for read in self._reads if not root.attribute and holds_settings(kind) else ():
+            if read.name == root.name and read.attribute and hasattr(kind, read.attribute):
+                reads = attribute_reads(kind, read.attribute)
+                first = dict.fromkeys(attribute_uses(kind, read.attribute), False) | dict.fromkeys(reads, True) | first
+        return {name for name, is_read in first.items() if not is_read}
+
     def _follow(self, function: FunctionType) -> None:
-        """Note the globals read by a function of the program that the block may call."""
-        for read, table in globals_read(function):
+        """Note the globals and attribute names read by a function of the program that the block may call."""
+        found = function_reads(function)
+        self._names_read |= found.attributes
+        self.functions += found.functions
+        for read, table in found.globals:
             namespace = Namespace(table)
-            if (id(table), read) not in self._globals:
-                self._globals[id(table), read] = namespace, namespace.at(read)
-                self._states.append(_State.of(read, namespace, is_global=True))
+            self._globals.setdefault((id(table), read), (namespace, namespace.at(read)))
 
     def _of_method(self, read: NameRead, value: object) -> Iterator[NameRead]:
         """The attributes of an object that are read by a method of the program named or called by the block."""
@@ -553,19 +594,34 @@ class PythonReads:
         """A module's forward begins, in its scope."""
         found = self._entered.get(id(module))
         if found is None:
-            own = module.__dict__
-            before = {name: own[name] for name in attribute_reads(type(module)) if name in own and name != "training"}
-            copies = {n: _items(v) for n, v in before.items() if isinstance(v, _KEPT) and len(v) < FEW}
+            self._enter_function(type(module).forward)
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                self._enter_function(behind(hook) or vars(type(hook)).get("__call__"))
+            names = self._names_of(type(module), has_hooks=bool(module._forward_pre_hooks or module._forward_hooks))
+            before = dict(_read_attributes(module, self._names_read))
+            copies = {n: _kept(v, names) for n, v in before.items() if not _is_plain(v)}
             label = f"{'.'.join(self._rec.scopes.path)} ({type(module).__name__})"
-            found = _ModuleVisit(module, label, self._rec.where(), before, copies, [], module.training)
+            found = _ModuleVisit(module, label, self._rec.where(), before, copies, names, [], module.training)
             self._entered[id(module)] = found
-            if isinstance(forward := type(module).forward, FunctionType):
-                self._follow(forward)
         elif found.training is not module.training:
             found.training = None
         if self._rec.inside:
             found.spans = None
         self._open.append((found, new_id(), len(self._rec.new)))
+
+    def _names_of(self, kind: type, *, has_hooks: bool) -> frozenset[str]:
+        """The attributes of objects that a forward reads; the program's may hand them to any of its functions."""
+        reads = frozenset(attribute_reads(kind))
+        return reads | self._names_read if is_of_program(kind) or has_hooks else reads
+
+    def _enter_function(self, function: object) -> None:
+        """Note the state that a function of the program reads before it runs."""
+        if not isinstance(function, FunctionType):
+            return
+        before = len(self._globals)
+        self._follow(function)
+        for (_, read), (namespace, _) in list(self._globals.items())[before:]:
+            self._states.append(_State.of(read, namespace, self._names_read, is_global=True))
 
     def exit(self, module: torch.nn.Module) -> None:
         """A module's forward ends, also by an exception."""
@@ -581,6 +637,14 @@ class PythonReads:
     def updates(self, optimizer: torch.optim.Optimizer, nodes: Iterable[int]) -> None:
         """Nodes of a step of a torch optimizer."""
         self._updates.setdefault(optimizer, set()).update(nodes)
+
+    def reads_environment(self, name: str, value: str | None) -> None:
+        """The program reads a variable of the environment."""
+        self._environment[name] = value or ""
+
+    def shares(self, tensor: torch.Tensor) -> None:
+        """The program takes the memory of a plain tensor as an array of NumPy."""
+        self._shared.append((self._rec.where(), tensor, tensor.detach().clone()))
 
     def sets_flag(self, variable: Variable) -> None:
         """The block sets ``requires_grad`` of a Variable's Parameter."""
@@ -603,11 +667,59 @@ class PythonReads:
             tensor = None if variable.held is None else variable.held.tensor()
             if tensor is not None:
                 found.flags.append(FlagGuard(weakref.ref(tensor), variable, _flags(tensor)))
-        for read, namespace, value in self._names():
-            if namespace.at(read) is value and (before := picture(value)) is not None:
-                found.settings.append(SettingGuard(read, before, namespace))
+                for hook in (tensor._backward_hooks or {}).values():
+                    self._enter_function(behind(hook))
+        found.settings = [*self._settings_of_names(), *self._settings_of_modules()]
+        for name, value in self._environment.items():
+            find = partial(os.environ.get, name, "")
+            found.settings.append(
+                SettingGuard(f"os.environ[{name!r}]", "", Picture("text", value), frozenset(), find, 0)
+            )
         found.tensors = list(self._captured(nodes))
         return found
+
+    def _settings_of_names(self) -> Iterator[SettingGuard]:
+        for read, namespace, value in self._names():
+            if namespace.at(read) is not value or "param_groups" in read.attribute:  # runs take its numbers of now
+                continue
+            place, find = (id(namespace.names), namespace.function), partial(namespace.at, read)
+            if (before := picture(value, self._names_read)) is not None:
+                yield SettingGuard(str(read), "", before, self._names_read, find, place)
+            if isinstance(value, torch.nn.Module) and id(value) not in self._entered:  # handed to a function
+                yield from self._settings_of_holder(str(read), value, find, place)
+
+    def _settings_of_holder(
+        self, name: str, module: torch.nn.Module, find: Callable[[], Any], place: Any
+    ) -> Iterator[SettingGuard]:
+        """Guards of plain attributes of a module that is not called."""
+        for attribute in (self._names_read & module.__dict__.keys()) - _MODULE:
+            value = module.__dict__[attribute]
+            if isinstance(value, _NUMBERS_AND_TEXTS):
+                of = partial(_found_attribute, find, attribute)
+                before = Picture("text" if isinstance(value, str) else "number", value)
+                yield SettingGuard(f"{name}.{attribute}", "", before, frozenset(), of, place)
+
+    def _settings_of_modules(self) -> Iterator[SettingGuard]:
+        """Guards of objects, nested lists and attributes of the class that a forward reads, once for each object."""
+        seen: set[tuple[int, frozenset[str]]] = set()
+        for entered in self._entered.values():
+            own, kind, module = entered.module.__dict__, type(entered.module), weakref.ref(entered.module)
+            reads = attribute_reads(kind)
+            late = (self._names_read & own.keys()).difference(entered.before, attribute_uses(kind), _MODULE)
+            for name, value in (*entered.before.items(), *((name, own[name]) for name in late)):
+                is_guarded = name in reads and name in own and (
+                    _is_plain(value) or _is_setting(name, value, entered.copies)
+                )  # fmt: skip
+                if is_guarded or value is MISSING or (name in _MODULE and name not in _HOOKS):
+                    continue
+                if _attribute(module, name) is not value or (id(value), entered.names) in seen:
+                    continue
+                if not isinstance(value, _NUMBERS_AND_TEXTS):  # an object that several modules share is said once
+                    seen.add((id(value), entered.names))
+                before = picture(value, entered.names)
+                if before is not None and before.kind != "callable":
+                    find = partial(_attribute, module, name)
+                    yield SettingGuard(name, entered.label, before, entered.names, find, id(entered.module))
 
     def _names(self) -> Iterator[tuple[NameRead, Namespace, Any]]:
         """Names and paths that the block and functions of the program read, with the values that they had before."""
@@ -622,6 +734,7 @@ class PythonReads:
         """Guards of the plain tensors that constants were copied from, by the name or attribute that holds them."""
         captured = self._rec.tape.captured
         places: dict[int, tuple[str, Callable[[], Any]]] = {}  # by the tensor's id
+        arrays: set[int] = set()  # where arrays lie that are compared as settings
         for entered in self._entered.values():
             module = weakref.ref(entered.module)
             for name, value in entered.before.items():
@@ -631,19 +744,43 @@ class PythonReads:
         for read, namespace, value in self._names():
             if isinstance(value, torch.Tensor) and namespace.at(read) is value:
                 places[id(value)] = str(read), partial(namespace.at, read)
+            if type(value).__module__ == "numpy" and hasattr(value, "ctypes") and picture(value) is not None:
+                arrays.add(value.ctypes.data)
+        wanted = {id(tensor) for tensor, _ in captured.values()} - places.keys()
+        if wanted:
+            places |= self._nested(wanted)
         for node in nodes:
-            if node.id in captured and isinstance(value := node.attrs.get("value"), torch.Tensor):
-                tensor, at = captured[node.id]
-                where = "" if node.source is None else f" that {node.source.label} line {node.source.line} reads"
-                name, find = places.get(id(tensor), (f"a tensor{where}", weakref.ref(tensor)))
-                yield TensorGuard(name, node.id, value, find, at)
+            if node.id not in captured or not isinstance(value := node.attrs.get("value"), torch.Tensor):
+                continue
+            tensor, at = captured[node.id]
+            if tensor.data_ptr() in arrays:
+                continue
+            where = "" if node.source is None else f" that {node.source.label} line {node.source.line} reads"
+            name, find = places.get(id(tensor), (f"a tensor{where}", weakref.ref(tensor)))
+            yield TensorGuard(name, node.id, value, find, at)
+
+    def _nested(self, wanted: Collection[int]) -> dict[int, tuple[str, Callable[[], Any]]]:
+        """The places of tensors in lists, dicts, objects and functions, by their ids."""
+        roots = [(str(read), partial(namespace.at, read), self._names_read) for read, namespace, _ in self._names()]
+        for entered in self._entered.values():
+            module = weakref.ref(entered.module)
+            roots += [
+                (f"attribute {name} of {entered.label}", partial(_attribute, module, name), entered.names)
+                for name, value in entered.before.items() if value is not MISSING and not _is_plain(value)
+            ]  # fmt: skip
+        found: dict[int, tuple[str, Callable[[], Any]]] = {}
+        for name, find, names in roots:
+            for keys, tensor in _tensors(_kept(find(), names)):
+                if id(tensor) in wanted and keys:
+                    found.setdefault(id(tensor), (f"a tensor in {name}", partial(_at_keys, find, names, keys)))
+        return found
 
     def _of_names(self) -> Iterator[ModuleGuard]:
         """Guards of the attributes that the code of the block itself read of modules."""
         for read, value in self._attributes.items():
             module = self._reads[read]
             entered = self._entered.get(id(module))
-            is_known = entered is not None and read.attribute in entered.before
+            is_known = entered is not None and read.attribute in attribute_reads(type(module))
             if _is_plain(value) and vars(module).get(read.attribute) is value and not is_known:
                 state = _state(module, (read.attribute,), (), False, ())
                 label = f"{read.name} ({type(module).__name__})"
@@ -664,7 +801,9 @@ class PythonReads:
             seen.add(id(module))
             path = label.partition(" (")[0]
             if id(module) not in self._entered:
-                entered = _ModuleVisit(module, f"{path} ({type(module).__name__})", None, {}, {}, None, None)
+                entered = _ModuleVisit(
+                    module, f"{path} ({type(module).__name__})", None, {}, {}, frozenset(), None, None
+                )
                 yield replace(_guard(entered, used), spans=spans)
             stack += [(child, f"{path}.{name}", spans) for name, child in module._modules.items() if child is not None]
 
@@ -680,15 +819,17 @@ class PythonReads:
             "it in a buffer (register_buffer) or a tfnb.Variable"
         )
         for entered in self._entered.values():
-            if entered.module._forward_pre_hooks:  # which may set attributes before `forward` reads them
-                continue
             for name in self._changed(entered):
+                if entered.module._forward_pre_hooks and name not in _HOOKS:  # a hook may have set it before
+                    continue
                 yield CarriedState(entered.source, f"{entered.label} keeps its attribute {name} {cure}")
         states = [state for state in self._states if state.holder not in self._entered]  # others were visited
-        for name in dict.fromkeys(str(state.read) for state in states if self._is_changed(state)):
+        for name in dict.fromkeys(name for state in states for name in self._changed_parts(state)):
             yield CarriedState(None, f"this cell or block keeps {name} {cure}")
         yield from self._set_in_groups()
+        yield from self._read_in_groups()
         yield from self._read_slots()
+        yield from self._written_by_numpy()
         for state in states:
             if state.takes_items:
                 yield CarriedState(
@@ -709,6 +850,36 @@ class PythonReads:
                     "while it is recorded: a run takes the number that a group has then. Set it between runs",
                 )
 
+    def _read_in_groups(self) -> Iterator[CarriedState]:
+        """Notes of numbers of an optimizer's param groups that the block reads."""
+        paths = (p for p in self._reads if p.attribute.rpartition(".")[2] == "param_groups")
+        owners = (NameRead(path.name, path.attribute.rpartition(".")[0]) for path in paths)
+        read = set() if self._namespace is None else {id(self._namespace.at(owner)) for owner in owners}
+        for name, optimizer, before in self._groups.values():
+            found = sorted(self._keys & {key for group in before for key in group})
+            if found and id(optimizer) in read:
+                yield CarriedState(
+                    None,
+                    f"this cell or block reads {', '.join(found)} of the param groups of {name}, in Python: every run "
+                    "of the graph computes with the number that the recording found, also where it was set since. "
+                    "Make the number a placeholder or a tfnb.Variable; opt.step() takes the rate of now",
+                )
+
+    def _written_by_numpy(self) -> Iterator[CarriedState]:
+        """Notes of tensors whose memory NumPy wrote while the block was recorded."""
+        captured = self._rec.tape.captured.items()
+        nodes = ((self._rec.tape.by_id.get(at), tensor) for at, (tensor, _) in captured)
+        found = [(node.source, tensor, node.attrs["value"]) for node, tensor in nodes if node is not None]
+        for source, tensor, value in (*found, *self._shared):
+            if is_recorded(tensor) or not is_shared(tensor) or value.shape != tensor.shape:
+                continue
+            if not _are_equal(value, tensor):
+                yield CarriedState(
+                    source,
+                    "NumPy writes into the memory of a tensor here. Each run computes with the values that torch first "
+                    "met: write with torch, or take the array when it is complete, torch.tensor(array)",
+                )
+
     def _read_slots(self) -> Iterator[CarriedState]:
         """Notes of optimizers whose state the block's code reads: a run has what the recording found there."""
         paths = dict.fromkeys(path for state in self._states for path in state.paths("state"))
@@ -722,30 +893,56 @@ class PythonReads:
                     "there. Read it outside, after a run",
                 )
 
-    def _is_changed(self, state: _State) -> bool:
-        """Whether the block changed the value of a name or path, so that the next call would find another one."""
+    def _changed_parts(self, state: _State) -> Iterator[str]:
+        """The paths of the parts that the block changed, so that the next call would find other ones."""
         now = state.namespace.at(state.read)
-        if state.items is not None and isinstance(now, _KEPT):
-            return self._are_carried(state.items, now) or _is_other(state.picture, _picture(now))
-        if now is state.before:  # a tensor in place is noted there
-            return _is_other(state.picture, _picture(now))
-        return self._is_carried(state.before, now)
+        is_tensor = now is state.before and isinstance(now, torch.Tensor)  # in place: that is noted there
+        is_name = isinstance(state.before, itertools.count) and self._makes_names(state.read.name)
+        if not is_tensor and not state.takes_items and not is_name:
+            yield from self._carried_parts(state.items, _kept(now, state.names), str(state.read))
 
-    def _are_carried(self, items: Mapping[Any, Any], now: object) -> bool:
-        """Whether a list, dict or set holds other elements for the next call than ``items``, its copy of before."""
-        is_grown = isinstance(now, set | Counter) and len(now) != len(items)  # an absent item is an answer there
-        return is_grown or any(self._is_carried(items.get(key, MISSING), item) for key, item in _items(now).items())
+    def _makes_names(self, count: str) -> bool:
+        """Whether functions of the program take items of a counter for texts alone, such as names."""
+        found = [definition(f) for f in self.functions if count in f.__code__.co_names]
+        return bool(found) and all(each is not None and only_in_texts(each, count) for each in found)
 
     def _changed(self, entered: _ModuleVisit) -> Iterator[str]:
         own = entered.module.__dict__
         for name, before in entered.before.items():
-            if name not in own:
-                continue
-            if name in entered.copies and isinstance(own[name], _KEPT):
-                if self._are_carried(entered.copies[name], own[name]):
-                    yield name
-            elif self._is_carried(before, own[name]):
-                yield name
+            if name in own and not (own[name] is before and name not in entered.copies):  # a plain value, kept
+                now, kept = _kept(own[name], entered.names), entered.copies.get(name, before)
+                if name in _HOOKS:  # a hook may take itself away
+                    kept = {key: item for key, item in kept.items() if key in now}
+                yield from self._carried_parts(kept, now, name)
+
+    def _carried_parts(self, before: Any, now: Any, path: str) -> Iterator[str]:
+        """The paths of the parts of a copied value that hold something else for the next call."""
+        if isinstance(before, Attributes) and isinstance(now, Attributes):
+            for name, item in now.items():
+                yield from self._carried_parts(before.get(name, MISSING), item, f"{path}.{name}")
+        elif self._are_carried(before, now):
+            yield path
+
+    def _are_carried(self, before: Any, now: Any) -> bool:
+        """Whether a copied list, dict or other value holds something else for the next call than before.
+
+        A dict that gains numbers may make them once, as a cache does.
+        """
+        if before is OPAQUE or now is OPAQUE:
+            return False
+        if isinstance(before, dict) and isinstance(now, dict):
+            is_shorter = any(key not in now for key in before)
+            return is_shorter or any(self._are_carried(before.get(key, MISSING), now[key]) for key in now)
+        if isinstance(before, list | tuple) and isinstance(now, list | tuple):
+            is_shorter = len(now) < len(before)
+            gained = now[len(before) :]
+            parts = (*zip(before, now, strict=False), *((MISSING, item) for item in gained))
+            return is_shorter or any(map(_is_plain, gained)) or any(self._are_carried(*part) for part in parts)
+        if isinstance(now, list | tuple | dict) and (_is_plain(before) or before is MISSING):  # made by the block
+            return any(self._are_carried(MISSING, item) for item in (now.values() if isinstance(now, dict) else now))
+        if type(before).__module__.startswith("tfnb") or isinstance(before, frozenset):
+            return type(before) is type(now) and not is_recorded(before) and bool(before != now)
+        return self._is_carried(before, now)
 
     def _is_carried(self, before: Any, now: Any) -> bool:
         """Whether a value became another one that the next call would have found: a number, or a computed tensor."""
@@ -778,24 +975,22 @@ def _numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{name: item for name, item in group.items() if _is_plain(item)} for group in optimizer.param_groups]
 
 
-def _picture(value: object) -> Picture | None:
-    """The picture of a value that calls may change in place; of a function, of its defaults and enclosed state."""
-    if not isinstance(value, FunctionType):
-        return picture(value)
-    names = enclosed_set(value.__code__)
-    cells = {name: cell for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-             if name in names and cell != CellType()}  # fmt: skip
-    kept = [*(cell.cell_contents for cell in cells.values()), *(value.__defaults__ or ())]
-    return Picture("items", [picture(each) for each in kept])
+def _kept(value: object, names: frozenset[str]) -> Any:
+    """A copy of a value's contents."""
+    return contents(value, names, _as_is)
 
 
-def _is_other(before: Picture | None, now: Picture | None) -> bool:
-    """Whether a setting changed in place. Keys that a dict gained or lost do not count."""
-    if before is None or now is None:
-        return False
-    if type(before.of) is dict and isinstance(now.of, dict):
-        return any(key in now.of and now.of[key] != value for key, value in before.of.items())
-    return before != now
+def _as_is(value: Any, names: frozenset[str], levels: int) -> Any:
+    """The content of one item: of a function its enclosed names, defaults and attributes, else the value itself."""
+    if isinstance(value, FunctionType) and levels and not is_foreign(value.__code__.co_filename):
+        read = enclosed_reads(value.__code__)
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        kept = [OPAQUE if cell == CellType() else cell.cell_contents for name, cell in cells if name in read]
+        kept += value.__defaults__ or ()
+        kept += (item for name, item in vars(value).items() if name in names and name != "__wrapped__")
+        return [contents(each, names, _as_is, levels - 1) for each in kept]
+    found = array_picture(value) if type(value).__module__ == "numpy" else None
+    return value if found is None else found.of
 
 
 def _is_close(sample: torch.Tensor | None, before: torch.Tensor) -> bool:
@@ -806,7 +1001,56 @@ def _is_close(sample: torch.Tensor | None, before: torch.Tensor) -> bool:
 
 
 def _attribute(module: weakref.ref[torch.nn.Module], name: str) -> Any:
-    return None if (found := module()) is None else found.__dict__.get(name)
+    """An attribute of a module or of its class; MISSING if there is none, or the module is gone."""
+    found = module()
+    if found is None or name in found.__dict__:
+        return MISSING if found is None else found.__dict__[name]
+    return inspect.getattr_static(type(found), name, MISSING)
+
+
+def _tensors(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """The tensors in copied contents, with the keys that lead to each."""
+    if isinstance(value, torch.Tensor):
+        yield keys, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in items:
+        yield from _tensors(item, (*keys, key))
+
+
+def _at_keys(find: Callable[[], Any], names: frozenset[str], keys: tuple[Any, ...]) -> Any:
+    """What is at these keys of the contents of a value now; None if there is nothing."""
+    found = _kept(find(), names)
+    for key in keys:
+        try:
+            found = found[key]
+        except (LookupError, TypeError):
+            return None
+    return found
+
+
+def _found_attribute(find: Callable[[], Any], name: str) -> Any:
+    return getattr(find(), name, MISSING)
+
+
+def _read_attributes(module: torch.nn.Module, names: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """The attributes that code may read, with their values; MISSING for those that a forward may make. Hooks, too.
+
+    names: the attributes that functions of the program read of any object, to which a forward may hand the module.
+    """
+    own, kind = module.__dict__, type(module)
+    reads, is_own = attribute_reads(kind), is_of_program(kind)
+    others = (names if is_own else names & own.keys()) - _MODULE
+    for name in (*reads, *(others - attribute_uses(kind))) if others else reads:
+        if name in own and name != "training":
+            yield name, own[name]
+        elif is_own and name not in _MODULE and name != "training":
+            found = inspect.getattr_static(kind, name, MISSING)
+            is_made = name in reads or found is not MISSING
+            if is_made and not isinstance(found, FunctionType | property | type):
+                yield name, MISSING if isinstance(found, cached_property) else found
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        if own[name]:
+            yield name, own[name]
 
 
 def _items(value: Any) -> dict[Any, Any]:
@@ -822,11 +1066,11 @@ def _variables(nodes: Iterable[Node]) -> list[Variable]:
 
 def _guard(entered: _ModuleVisit, used: Collection[int]) -> ModuleGuard:
     module, own = entered.module, entered.module.__dict__
-    modules = own["_modules"]
+    modules, reads = own["_modules"], attribute_reads(type(module))
     children = tuple(n for n, child in modules.items() if child is not None and _has_any(child, used))
     attributes = tuple(
         name for name, value in entered.before.items()
-        if own.get(name) is value and (
+        if own.get(name) is value and name in reads and (
             _is_plain(value) or isinstance(value, _FUNCTIONS) or _is_setting(name, value, entered.copies)
         )
     )  # fmt: skip
@@ -849,12 +1093,12 @@ def _has_any(module: torch.nn.Module, used: Collection[int]) -> bool:
     return any(id(each) in used for each in module.modules())
 
 
-def _is_setting(name: str, value: object, copies: Mapping[str, dict[Any, Any]]) -> bool:
+def _is_setting(name: str, value: object, copies: Mapping[str, Any]) -> bool:
     """Whether an attribute is a short list, dict or set of plain values that the block left unchanged."""
-    if name in _MODULE or name not in copies or not value:
+    if name in _MODULE or not isinstance(value, _KEPT) or not 0 < len(value) < FEW:
         return False
-    items = _items(value)
-    return all(map(_is_plain, value if isinstance(value, set) else items.values())) and items == copies[name]
+    items = value.values() if isinstance(value, dict) else value
+    return all(map(_is_plain, items)) and _kept(value, frozenset()) == copies[name]
 
 
 def _is_plain(value: object) -> bool:

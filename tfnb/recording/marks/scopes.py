@@ -8,6 +8,7 @@ Modules are followed by `tfnb.recording.dispatch.module_hooks`, functions by `tf
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -59,6 +60,7 @@ class Scopes:
         self.labels: dict[int, Label] = {}  # by the id of a parameter or buffer
         self._modules: list[_Open] = []
         self._opened: dict[tuple[str, ...], int] = {}
+        self._lent: Counter[int] = Counter()  # ids of tensors that modules hold for the time of a functional_call
 
     def current(self) -> tuple[str, ...]:
         """Scope of a node recorded now."""
@@ -85,6 +87,16 @@ class Scopes:
             self.path, self.function = before, function
 
     # -- modules --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def lending(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Inside, modules hold these tensors in the place of their own parameters and buffers."""
+        lent = Counter(map(id, tensors))
+        self._lent += lent
+        try:
+            yield
+        finally:
+            self._lent -= lent
 
     def enter(self, module: torch.nn.Module, held: object = ()) -> None:
         """A module's forward begins; `exit` returns ``held``."""
@@ -119,7 +131,7 @@ class Scopes:
     def _label(self, root: torch.nn.Module, prefix: str, root_name: str) -> None:
         for path, module in root.named_modules(prefix=prefix.rstrip(".")):
             for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None or is_recorded(tensor):
+                if tensor is None or is_recorded(tensor) or id(tensor) in self._lent:
                     continue
                 label = self.labels.get(id(tensor))
                 if label is None or label.tensor is not tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ _FOREIGN = tuple({
 })  # fmt: skip
 
 
+@lru_cache(4096)
 def is_foreign(filename: str) -> bool:
     """Whether a file is of Python, of tfnb, or of an installed package."""
     return filename.startswith(_FOREIGN) or is_of_package(filename)
@@ -23,3 +26,10 @@ def is_foreign(filename: str) -> bool:
 def is_of_package(filename: str) -> bool:
     """Whether a file is of an installed package."""
     return f"{os.sep}site-packages{os.sep}" in filename
+
+
+def is_of_program(kind: type) -> bool:
+    """Whether a class is of the user's program: of a notebook, a script or a module that is no installed package."""
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    return kind.__module__ == "__main__" or (file is not None and not is_foreign(file))

@@ -81,6 +81,23 @@ def stands_for_number(rec: Recording, value: Value) -> bool:
     return value in rec.tape.numbers
 
 
+@override(Stage.FUNCTION, torch.where)
+def _where(rec: Recording, condition: Any, *operands: Any, **out: Any) -> Any:
+    """``torch.where`` of two Python numbers, of which staged code took one from a tensor: in the dtype of numbers."""
+    taken = [x for x in operands if isinstance(x, Tensor) and stands_for_number(rec, rec._entry(x).value)]
+    numbers = [x for x in operands if isinstance(x, bool | int | float | complex)]
+    if out or not taken or len(operands) != 2 or len(taken) + len(numbers) != 2:
+        return NotImplemented
+    is_float = any(isinstance(x, float) for x in numbers) or any(x.is_floating_point() for x in taken)
+    is_complex = any(isinstance(x, complex) for x in numbers) or any(x.is_complex() for x in taken)
+    if is_complex or not is_float or all(x.dtype is torch.get_default_dtype() for x in taken):
+        return NotImplemented
+    with rec.on():
+        return torch.where(
+            condition, *(x.to(torch.get_default_dtype()) if isinstance(x, Tensor) else x for x in operands)
+        )
+
+
 def with_numbers(rec: Recording, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments of an element-wise op, with recorded numbers in the dtype to which torch promotes Python's.
 

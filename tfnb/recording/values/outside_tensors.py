@@ -145,6 +145,8 @@ class Outside:
 
     def written(self, tensor: torch.Tensor, how: str = "numpy()") -> torch.Tensor:
         """The program's value of a plain tensor: its memory, or the sample of a write in this recording."""
+        if how == "numpy()" and tensor.numel() * tensor.element_size() <= BIG_CONSTANT:
+            self._rec.python.shares(tensor)
         if _storage(tensor) not in self._rec.tape.memory or not self._rec.home(tensor).version:
             return tensor
         self._rec.escaped(tensor, how)

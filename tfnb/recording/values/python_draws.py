@@ -14,14 +14,16 @@ import random
 import secrets
 import sys
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import BuiltinMethodType, FrameType, FunctionType, MethodType
+from types import BuiltinMethodType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tfnb.graph.graph import new_id
+from tfnb.recording.marks.settings import holds_settings
 from tfnb.recording.marks.user_code import is_foreign
 from tfnb.recording.values.recording import Recording, open_recording
 
@@ -33,13 +35,15 @@ _NO_DRAWS = frozenset({
 _CLOCKS = {
     **{getattr(time, name): f"time.{name}" for name in (
         "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
+        "process_time_ns", "thread_time", "thread_time_ns",
     )},
     datetime.datetime.now: "datetime.now", datetime.datetime.utcnow: "datetime.utcnow",
-    datetime.datetime.today: "datetime.today",
+    datetime.datetime.today: "datetime.today", datetime.date.today: "date.today",
 }  # fmt: skip
 _FUNCTIONS = {
     np.random.sample: "np.random.sample", np.random.ranf: "np.random.ranf", os.urandom: "os.urandom",
-    secrets.randbelow: "secrets.randbelow", secrets.token_bytes: "secrets.token_bytes",
+    **{getattr(secrets, name): f"secrets.{name}" for name in ("randbelow", "randbits", "choice", "token_bytes")},
+    uuid.uuid1: "uuid.uuid1", uuid.uuid4: "uuid.uuid4",
 }  # fmt: skip
 _CLOCK_NAMES = frozenset(_CLOCKS.values())
 _KINDS = frozenset({FunctionType, MethodType, BuiltinMethodType, type(np.random.sample)})
@@ -181,6 +185,8 @@ def held_generators(names: Mapping[str, Any]) -> list[NamedGenerator]:
     call.
     """
     named = [(name, value) for name, value in names.items() if isinstance(value, _SOURCES) or drawing(value)]
+    objects = [(name, getattr(value, "__dict__", {})) for name, value in names.items() if holds_settings(type(value))]
+    named += [(name, each) for name, own in objects for each in own.values() if isinstance(each, _SOURCES)]
     named += [
         (name, value)
         for name, module in names.items() if isinstance(module, torch.nn.Module)
@@ -200,15 +206,17 @@ def have_drawn(held: Iterable[NamedGenerator], heard: Collection[int]) -> list[N
 
 
 def _state(owner: Any) -> bytes:
+    if isinstance(owner, random.SystemRandom):  # it has none, and its calls are heard
+        return b""
     if isinstance(owner, random.Random):
         return pickle.dumps(owner.getstate())
     is_new = isinstance(owner, np.random.Generator)
     return pickle.dumps(owner.bit_generator.state if is_new else owner.get_state(legacy=False))
 
 
-def numpy_functions() -> tuple[str, ...]:
-    """Names of the drawing functions of ``numpy.random``."""
-    return tuple(name for name, each in vars(np.random).items() if drawing(each) is not None)
+def functions_of(module: ModuleType) -> tuple[str, ...]:
+    """Names of the functions of a module that draw or read a clock."""
+    return tuple(name for name, each in vars(module).items() if drawing(each) is not None)
 
 
 def _hear(recording: Recording, called: str, owner: object) -> None:

@@ -15,6 +15,7 @@ from tfnb.graph import Node, Value, Variable, current
 from tfnb.recording.marks.open_block import OpenBlock
 
 if TYPE_CHECKING:
+    from tfnb.recording.marks.carried_gradients import CarriedGradients
     from tfnb.recording.marks.python_state import PythonReads
     from tfnb.recording.shapes.symbols import Symbols
     from tfnb.recording.values.outside_tensors import Outside
@@ -34,6 +35,7 @@ class Recording(OpenBlock, Protocol):
     outside: Outside
     buffers: Any  # `Buffers` of `writes.buffer_assignments`
     python: PythonReads
+    carried: CarriedGradients
     stop: FrameType | None  # the frame of a block; the frames of a cell end below it
     born: WeakIdKeyDictionary
     live: WeakIdKeyDictionary
@@ -109,9 +111,6 @@ class Recording(OpenBlock, Protocol):
         """Nodes recorded inside request this device."""
 
     # -- what leaves the graph ----------------------------------------------------------------------------------
-
-    def note(self, text: str) -> None:
-        """Something to be said once about this line."""
 
     def streams_differ(self, what: str) -> None:
         """Note that recorded draws do not come from torch's generators."""
