@@ -35,7 +35,7 @@ from tfnb.recording.cells.type_questions import notes_of_types
 from tfnb.recording.dispatch.function_mode import Functions
 from tfnb.recording.dispatch.module_hooks import follow_modules
 from tfnb.recording.dispatch.recorder import Recorder
-from tfnb.recording.marks.block_names import Namespace, attributes_read, block_of, keys_read, names_read
+from tfnb.recording.marks.block_names import Namespace, attributes_read, block_of, keys_read, names_read, paths_set
 from tfnb.recording.marks.held_interrupts import at_user_lines, raise_held
 from tfnb.recording.marks.notes import user_level
 from tfnb.recording.marks.python_state import GUARDS, PythonReads
@@ -243,7 +243,8 @@ def _opened(
         kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
         recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
         recorder.default_device, recorder.is_cell = device, is_cell
-        recorder.python = PythonReads(recorder, names_read(body), namespace, attributes_read(body), keys_read(body))
+        about = names_read(body), namespace, attributes_read(body), keys_read(body), paths_set(body)
+        recorder.python = PythonReads(recorder, *about)
         outer = names()
         recorder.buffers.meet(modules_of(outer), is_earlier=True)
         recorder.held = [] if is_cell else held_generators(outer)

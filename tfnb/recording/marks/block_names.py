@@ -63,6 +63,17 @@ def names_read(statements: Sequence[ast.stmt]) -> list[NameRead]:
     return list(found)
 
 
+def paths_set(statements: Sequence[ast.stmt]) -> frozenset[NameRead]:
+    """The paths of attributes that statements set, and do not read before.
+
+    >>> sorted(map(str, paths_set(ast.parse("net.loss = net.table.loss(x); net.count = net.count + 1").body)))
+    ['net.loss']
+    """
+    nodes = (node for statement in statements for node in ast.walk(statement))
+    stored = (_path(node) for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return frozenset(path for path in stored if path is not None) - frozenset(names_read(statements))
+
+
 def attributes_read(statements: Sequence[ast.stmt]) -> frozenset[str]:
     """Names of the attributes that statements read, before they set them, of any object; no logs, which only grow.
 

@@ -523,6 +523,7 @@ class PythonReads:
     def __init__(
         self, recording: OpenBlock, reads: Sequence[NameRead] = (), namespace: Namespace | None = None,
         attributes: frozenset[str] = frozenset(), keys: frozenset[str] = frozenset(),
+        paths_set: frozenset[NameRead] = frozenset(),
     ) -> None:  # fmt: skip
         self._rec, self._namespace = recording, namespace
         self._entered: dict[int, _ModuleVisit] = {}
@@ -533,6 +534,8 @@ class PythonReads:
         self._globals: dict[tuple[int, NameRead], tuple[Namespace, Any]] = {}  # that functions of the program read
         self._states: list[_State] = []
         self._keys = keys  # texts that the block looks up in dicts
+        self._set = {str(path) for path in paths_set}  # by the block itself, in each of its runs
+        self._set |= {path.name for path in paths_set if isinstance(values.get(NameRead(path.name)), FunctionType)}
         self.functions: list[FunctionType] = []  # of the program, that the block may call
         self._shared: list[tuple[SourceLine | None, torch.Tensor, torch.Tensor]] = []  # with NumPy: with copies
         self._environment: dict[str, str] = {}  # variables of the environment that the program read; empty for none
@@ -824,7 +827,8 @@ class PythonReads:
                     continue
                 yield CarriedState(entered.source, f"{entered.label} keeps its attribute {name} {cure}")
         states = [state for state in self._states if state.holder not in self._entered]  # others were visited
-        for name in dict.fromkeys(name for state in states for name in self._changed_parts(state)):
+        changed = dict.fromkeys(name for state in states for name in self._changed_parts(state))
+        for name in (name for name in changed if name not in self._set):
             yield CarriedState(None, f"this cell or block keeps {name} {cure}")
         yield from self._set_in_groups()
         yield from self._read_in_groups()
