@@ -304,3 +304,21 @@ def test_a_zeroed_gradient_that_only_some_runs_compute_is_told() -> None:
             step = opt.step()
         told = any(re.search(r"the zeroed \.grad of .* is there from turn to turn", note) for note in graph.notes)
         assert step is not None and told is not set_to_none
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_each_call_sets_before_it_is_read_is_no_state() -> None:
+    """A hook that keeps an activation in a dict, and attributes that the block itself sets."""
+    kept: dict[str, torch.Tensor] = {}
+    net = SimpleNamespace(model=nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
+    net.model[1].register_forward_hook(lambda module, inputs, out: kept.update(act=out))
+
+    def loss(x: Any) -> Any:
+        return net.model(x).square().mean() + kept["act"].abs().mean()
+
+    with tfnb.record():
+        net.x = tfnb.placeholder(torch.randn(5, 3), name="x")
+        net.weight = net.model[0].weight.norm()
+        net.loss = loss(net.x) + net.weight
+        net.train = tfnb.train.SGD(0.1).minimize(net.loss)
+    assert net.train is not None

@@ -35,7 +35,15 @@ from tfnb.recording.cells.type_questions import notes_of_types
 from tfnb.recording.dispatch.function_mode import Functions
 from tfnb.recording.dispatch.module_hooks import follow_modules
 from tfnb.recording.dispatch.recorder import Recorder
-from tfnb.recording.marks.block_names import Namespace, attributes_read, block_of, keys_read, names_read, paths_set
+from tfnb.recording.marks.block_names import (
+    Namespace,
+    asks_in,
+    attributes_read,
+    block_of,
+    keys_read,
+    names_read,
+    paths_set,
+)
 from tfnb.recording.marks.held_interrupts import at_user_lines, raise_held
 from tfnb.recording.marks.notes import user_level
 from tfnb.recording.marks.python_state import GUARDS, PythonReads
@@ -243,7 +251,7 @@ def _opened(
         kept = tuple(n for n in before.nodes if append or n.owner is None or n.owner.key != owner.key)
         recorder = Recorder(graph, owner, where=where, kept=kept, names=names, stop=stop, lazy=lazy)
         recorder.default_device, recorder.is_cell = device, is_cell
-        about = names_read(body), namespace, attributes_read(body), keys_read(body), paths_set(body)
+        about = names_read(body), namespace, attributes_read(body), keys_read(body), paths_set(body), asks_in(body)
         recorder.python = PythonReads(recorder, *about)
         outer = names()
         recorder.buffers.meet(modules_of(outer), is_earlier=True)

@@ -27,6 +27,9 @@ _SCOPES = (
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _WRAPPERS = (MethodType, partial, type(lru_cache(len)), staticmethod, classmethod)
 _STAGED = "__tfnb_converted__"  # attribute of functions that `tfnb.autograph` made
+_ASKING = frozenset({
+    "get", "setdefault", "pop", "hasattr", "getattr", "AttributeError", "KeyError", "LookupError", "Exception", "len",
+})  # fmt: skip
 _SAMPLES = "placeholder"  # a function whose arguments are samples: what they are made of is no part of the graph
 
 
@@ -72,6 +75,30 @@ def paths_set(statements: Sequence[ast.stmt]) -> frozenset[NameRead]:
     nodes = (node for statement in statements for node in ast.walk(statement))
     stored = (_path(node) for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     return frozenset(path for path in stored if path is not None) - frozenset(names_read(statements))
+
+
+def asks_in(statements: Sequence[ast.stmt]) -> bool:
+    """Whether statements ask if something is there, as a cache does: by ``in``, ``get``, ``hasattr``, or an error.
+
+    >>> [asks_in(ast.parse(text).body) for text in ("'a' in kept", "kept.get('a')", "kept['a']")]
+    [True, True, False]
+    """
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    names = {getattr(node, "id", getattr(node, "attr", "")) for node in nodes}
+    tests = (op for node in nodes if isinstance(node, ast.Compare) for op in node.ops)
+    return not _ASKING.isdisjoint(names) or any(isinstance(op, ast.In | ast.NotIn) for op in tests)
+
+
+@lru_cache(maxsize=4096)
+def asks(code: CodeType) -> bool:
+    """Whether a function asks so, or one inside of it.
+
+    >>> asks((lambda kept: kept["a"] if "a" in kept else 0).__code__), asks((lambda kept: kept["a"]).__code__)
+    (True, False)
+    """
+    is_asking = any(each.opname == "CONTAINS_OP" for each in dis.get_instructions(code))
+    is_asking = is_asking or not _ASKING.isdisjoint(code.co_names)
+    return is_asking or any(asks(inner) for inner in code.co_consts if isinstance(inner, CodeType))
 
 
 def attributes_read(statements: Sequence[ast.stmt]) -> frozenset[str]:

@@ -29,7 +29,7 @@ from tfnb.graph import Node, SourceLine, Variable
 from tfnb.graph.current import is_recorded
 from tfnb.graph.graph import new_id
 from tfnb.recording.marks.attribute_reads import attribute_reads, attribute_uses
-from tfnb.recording.marks.block_names import NameRead, Namespace, behind, enclosed_reads, function_reads
+from tfnb.recording.marks.block_names import NameRead, Namespace, asks, behind, enclosed_reads, function_reads
 from tfnb.recording.marks.open_block import OpenBlock
 from tfnb.recording.marks.settings import (
     FEW,
@@ -523,7 +523,7 @@ class PythonReads:
     def __init__(
         self, recording: OpenBlock, reads: Sequence[NameRead] = (), namespace: Namespace | None = None,
         attributes: frozenset[str] = frozenset(), keys: frozenset[str] = frozenset(),
-        paths_set: frozenset[NameRead] = frozenset(),
+        paths_set: frozenset[NameRead] = frozenset(), asks_in_block: bool = True,
     ) -> None:  # fmt: skip
         self._rec, self._namespace = recording, namespace
         self._entered: dict[int, _ModuleVisit] = {}
@@ -534,6 +534,8 @@ class PythonReads:
         self._globals: dict[tuple[int, NameRead], tuple[Namespace, Any]] = {}  # that functions of the program read
         self._states: list[_State] = []
         self._keys = keys  # texts that the block looks up in dicts
+        self._asks_in_block = asks_in_block
+        self._kinds: set[type] = set()  # of the program, whose methods may run
         self._set = {str(path) for path in paths_set}  # by the block itself, in each of its runs
         self._set |= {path.name for path in paths_set if isinstance(values.get(NameRead(path.name)), FunctionType)}
         self.functions: list[FunctionType] = []  # of the program, that the block may call
@@ -587,6 +589,7 @@ class PythonReads:
         kind = type(value)
         if isinstance(value, type | ModuleType | torch.Tensor) or "." in name:
             return
+        self._kinds.add(kind)
         method = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
         if isinstance(method, FunctionType) and not is_foreign(method.__code__.co_filename):
             self._follow(method)
@@ -597,6 +600,7 @@ class PythonReads:
         """A module's forward begins, in its scope."""
         found = self._entered.get(id(module))
         if found is None:
+            self._kinds.add(type(module))
             self._enter_function(type(module).forward)
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                 self._enter_function(behind(hook) or vars(type(hook)).get("__call__"))
@@ -923,7 +927,8 @@ class PythonReads:
         """The paths of the parts of a copied value that hold something else for the next call."""
         if isinstance(before, Attributes) and isinstance(now, Attributes):
             for name, item in now.items():
-                yield from self._carried_parts(before.get(name, MISSING), item, f"{path}.{name}")
+                if name in before or self._asks:
+                    yield from self._carried_parts(before.get(name, MISSING), item, f"{path}.{name}")
         elif self._are_carried(before, now):
             yield path
 
@@ -936,7 +941,8 @@ class PythonReads:
             return False
         if isinstance(before, dict) and isinstance(now, dict):
             is_shorter = any(key not in now for key in before)
-            return is_shorter or any(self._are_carried(before.get(key, MISSING), now[key]) for key in now)
+            known = (key for key in now if key in before or self._asks)
+            return is_shorter or any(self._are_carried(before.get(key, MISSING), now[key]) for key in known)
         if isinstance(before, list | tuple) and isinstance(now, list | tuple):
             is_shorter = len(now) < len(before)
             gained = now[len(before) :]
@@ -962,6 +968,14 @@ class PythonReads:
         if _is_plain(before):
             return self._is_computed(now) or (_is_plain(now) and before != now)
         return before is MISSING and self._is_computed(now)  # a constant may be made once
+
+    @cached_property
+    def _asks(self) -> bool:
+        """Whether code that may run asks if something is there: else what is new there is set before it is read."""
+        methods = (behind(each) for kind in self._kinds for base in kind.__mro__ if is_of_program(base)
+                   for each in vars(base).values())  # fmt: skip
+        functions = (*self.functions, *filter(None, methods))
+        return self._asks_in_block or any(asks(function.__code__) for function in functions)
 
     def _is_computed(self, value: Any) -> bool:
         """Whether a value is a recorded tensor that is not the same in every run."""
