@@ -239,7 +239,7 @@ def test_a_sync_fit_is_bitwise_that_of_here_on_one_task_and_close_on_two(here, t
         assert found.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_an_exact_fit_is_that_of_here_with_batch_norm_and_dropout(here, there, kind):
     expected, found = here[kind, by_fit], pulled(there, partial(by_fit, exact=True), made(kind))

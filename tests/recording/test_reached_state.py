@@ -307,7 +307,7 @@ def test_a_zeroed_gradient_that_only_some_runs_compute_is_told() -> None:
         assert step is not None and told is not set_to_none
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_what_each_call_sets_before_it_is_read_is_no_state() -> None:
     """A hook that keeps an activation in a dict, and attributes that the block itself sets."""
     kept: dict[str, torch.Tensor] = {}
