@@ -42,7 +42,7 @@ from distributed import Client
 import tfnb
 from tests.benchmarks.cluster_copies import ProcessorTimes, Wide
 from tests.cluster.chaos.moments import die_at
-from tests.cluster.conftest import WORKERS, stop, until, worker_processes, workers
+from tests.cluster.conftest import WORKERS, stop, worker_processes, workers
 from tests.cluster.far_worker import has_networks
 from tests.cluster.test_cuts import Counters
 from tfnb.cluster.driver import Cluster
@@ -60,7 +60,7 @@ MB = 20  # of the Variables whose checkpoints and copies are measured
 
 @dataclass
 class Struck:
-    """One training of counters, and the fault that comes at step `FIRST`."""
+    """One training of counters, and the fault that comes at step `FIRST`; later, while ``strike`` returns False."""
 
     dask: Client
     cluster: Cluster
@@ -88,7 +88,8 @@ class Struck:
             self._new.append(time.monotonic())
         if not self.struck and progress.step >= FIRST:
             self.struck = time.monotonic()
-            self.strike(self)
+            if self.strike(self) is False:
+                self.struck = 0.0  # not yet
 
     def rows(self) -> Iterator[Any]:
         """Steps until enough came after the fault."""
@@ -126,12 +127,12 @@ def dies_at(struck: Struck, moment: str, is_after: bool) -> None:
     struck.dask.run(die_at, moment, 0, is_after, [], workers=[struck.servers[0].peer.addr])
 
 
-def kills_with_holder(struck: Struck) -> None:
-    """A server, and who holds the copy of its shard, once there is one."""
-    safety = struck.cluster._variables.safety
-    until(lambda: safety.newest is not None)
-    holder = None if safety.newest is None else safety.newest.holders[0]
-    kill(holder, struck.servers[0])
+def kills_with_holder(struck: Struck) -> bool:
+    """A server, and who holds the copy of its shard; False while there is no copy."""
+    copy = struck.cluster._variables.safety.newest
+    if copy is not None:
+        kill(copy.holders[0], struck.servers[0])
+    return copy is not None
 
 
 def dies_while_it_saves(struck: Struck) -> None:
