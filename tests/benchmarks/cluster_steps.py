@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,15 +131,21 @@ class Usage:
     def __init__(self) -> None:
         self.here = psutil.Process()
         self.all = [self.here, *self.here.children(recursive=True)]
-        self.start = time.perf_counter(), self._of([self.here]), self._of(self.all)
+        self.start = time.perf_counter(), self._seconds()
 
-    def _of(self, processes: list[psutil.Process]) -> float:
-        return sum(sum(p.cpu_times()[:2]) for p in processes)
+    def _seconds(self) -> dict[int, float]:
+        """Processor seconds of each process; those of one that ended meanwhile, such as a compiler, are left out."""
+        found = {}
+        for process in self.all:
+            with suppress(psutil.NoSuchProcess):
+                found[process.pid] = sum(process.cpu_times()[:2])
+        return found
 
     def since(self) -> tuple[float, float, float]:
         """Seconds: wall, this process, all processes."""
-        wall, here, everybody = self.start
-        return time.perf_counter() - wall, self._of([self.here]) - here, self._of(self.all) - everybody
+        wall, before = self.start
+        spent = {pid: seconds - before[pid] for pid, seconds in self._seconds().items()}
+        return time.perf_counter() - wall, spent[self.here.pid], sum(spent.values())
 
 
 def measured(train: Callable[[int], None], steps: int) -> dict[str, float]:

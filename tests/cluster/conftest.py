@@ -9,6 +9,8 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -130,6 +132,24 @@ def connect(dask: Client) -> Iterator[Callable[..., Cluster]]:
         cluster.close()
     assert connected.connected() is None
     assert dask.status == "running", "we close only what we opened"
+
+
+@pytest.fixture
+def without_nanny() -> Iterator[Cluster]:
+    """A cluster whose task:1 runs in a worker process that no nanny starts again."""
+    with worker_processes(2) as client:
+        command = [sys.executable, "-m", "distributed.cli.dask_worker", client.scheduler.address, "--no-nanny"]
+        command += ["--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1"]
+        by_hand = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            with tfnb.connect(client, ps=1, timeout=SOON) as cluster:
+                until(lambda: len(cluster.tasks) == 2)
+                assert not next(task for task in cluster._engine.tasks if task.name == "task:1").info["nanny"]
+                yield cluster
+        finally:
+            os.kill(by_hand.pid, signal.SIGCONT)
+            by_hand.kill()
+            by_hand.wait(30)
 
 
 @pytest.fixture

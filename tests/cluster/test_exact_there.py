@@ -121,6 +121,42 @@ def test_a_killed_process_changes_no_value(connect: Callable[..., Any], here: An
     assert next(kills, None) is None
 
 
+@pytest.mark.slow
+def test_the_others_take_the_rows_of_a_task_that_does_not_come_back(without_nanny: Any, here: Any) -> None:
+    net, kills = Spread("gone"), iter([True])
+
+    def on_step(progress: Any) -> None:
+        if progress.step == 4 and next(kills, False):
+            victim = next(task for task in without_nanny._engine.tasks if task.name == "task:1")
+            os.kill(victim.info["pid"], signal.SIGKILL)
+
+    killer = type("Killer", (), {"on_step": staticmethod(on_step)})()
+    ensure_same(net, net.fit(exact=True, callbacks=[killer]), here)
+    assert next(kills, None) is None and without_nanny.tasks == ("task:0",)
+
+
+def test_ops_that_one_task_does_with_all_rows_are_named_with_their_lines(connect: Callable[..., Any]) -> None:
+    connect(2)
+    rows = torch.randn(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for exact in (True, False):
+        weight = tfnb.Variable(torch.ones(3, dtype=torch.float64), name=f"weight_{exact}")
+        with tfnb.record(f"sorted_{exact}"):
+            x = tfnb.placeholder(rows[:4], name="x")
+            scaled = x * weight
+            loss = (scaled.sort(0).values[0] + scaled.var(0)).sum()
+            train = tfnb.train.SGD(0.1).minimize(loss)
+        if exact:
+            with pytest.warns(UserWarning, match=r"exact=True: sort \(.*line \d+\) cannot be divided by rows") as said:
+                tfnb.fit(train, {x: rows}, batch_size=4, shuffle=False, exact=True)
+            assert "var" not in str(said[0].message)
+        else:
+            for start in (0, 4, 8):
+                tfnb.Session(x.graph, compile="off").run(train, {x: rows[start : start + 4]})
+        ends.append(weight.value())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

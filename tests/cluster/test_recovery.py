@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from torch import nn
 import tfnb
 from tests.cluster.conftest import WORKERS, workers
 from tests.cluster.test_cuts import Counters, set_hold
+from tests.cluster.test_faults import DROPPED, Interrupter
 from tfnb.cluster.members import deploy
 from tfnb.cluster.members.deploy import start
 from tfnb.cluster.notebook.variables_there import VariablesThere
@@ -244,6 +246,37 @@ def test_a_stopped_training_goes_on_there_or_here(connect: Any, there: bool) -> 
             cluster.close()
         assert result.steps == 30
     torch.testing.assert_close(net.state(), whole.state(), rtol=1e-5, atol=1e-8)  # here and there sums differ
+
+
+@DROPPED
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async", "bounded"])
+def test_a_training_interrupted_while_a_task_is_lost_goes_on_with_the_steps_that_are_left(
+    connect: Any, dask: Any, mode: str
+) -> None:
+    """A step in doubt at the interrupt is in the count of the call, or is taken by the one that resumes; never both."""
+    source, hits = random.Random(7), 0
+    for _ in range(6):
+        counters, struck = Counters(pause=2), list[int]()
+        cluster = connect(2)
+
+        def strike(progress: Any, cluster: Any = cluster, struck: Any = struck) -> None:
+            if progress.step >= 20 and not struck:
+                struck.append(cluster._engine.tasks[-1].info["pid"])
+                os.kill(struck[0], signal.SIGKILL)
+
+        rows = {counters.x: torch.ones(800)}
+        fitted = partial(tfnb.fit, counters.train, rows, batch_size=4, mode=mode)
+        with Interrupter() as interrupter:
+            begun = partial(fitted, callbacks=[Each(strike)])
+            hits += interrupter.stops(begun, source.uniform(0.2, 1.2)) and bool(struck)
+        before = counters.counts()
+        assert len(set(before)) == 1, "not a whole number of steps"
+        rest = fitted(resume=True).steps if before[0] < 200 else 0
+        assert rest == 200 - before[0] and counters.counts() == [200, 200]
+        cluster.close()
+        workers(dask, WORKERS)
+    assert hits, "no interrupt came behind the loss of a task"
 
 
 def test_steps_that_the_notebook_takes_one_by_one_count_once(connect: Any) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -14,31 +12,13 @@ import pytest
 import torch
 
 import tfnb
-from tests.cluster.conftest import SOON, close_to, stats, stop, until, worker_processes
+from tests.cluster.conftest import SOON, close_to, stats, stop, until
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_faults import Interrupter
 from tests.cluster.test_members import member_of, rows
 from tests.cluster.test_silent_servers import MODES, NAMES, call_of, starved, stopped
 from tests.cluster.test_streams import call
 from tfnb.cluster.wire.messages import SILENCE, Ok, Refusal
-
-
-@pytest.fixture
-def without_nanny():
-    """A cluster whose task:1 runs in a worker process that no nanny starts again."""
-    with worker_processes(2) as client:
-        command = [sys.executable, "-m", "distributed.cli.dask_worker", client.scheduler.address, "--no-nanny"]
-        command += ["--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1"]
-        by_hand = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            with tfnb.connect(client, ps=1, timeout=SOON) as cluster:
-                until(lambda: len(cluster.tasks) == 2)
-                assert not member_of(cluster, "task:1").info["nanny"]
-                yield cluster
-        finally:
-            os.kill(by_hand.pid, signal.SIGCONT)
-            by_hand.kill()
-            by_hand.wait(30)
 
 
 @contextmanager

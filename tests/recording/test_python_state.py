@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations, prune
 import tfnb
 from tfnb.errors import StaleNode, Unsupported
 from tfnb.recording import user_code_ran
-from tfnb.recording.marks import python_state
+from tfnb.recording.marks import python_guards
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
@@ -888,8 +888,8 @@ def test_comparisons_cost_at_most_a_twentieth_of_the_time_with_what_they_do_to_c
             return True
 
     Guard.all = (Guard(),)
-    monkeypatch.setattr(python_state, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    watched = python_state.StepGuards([Guard()])  # type: ignore[list-item]
+    monkeypatch.setattr(python_guards, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    watched = python_guards.StepGuards([Guard()])  # type: ignore[list-item]
     for _ in range(20):
         watched.check(pytest.fail)
         now[0] += run

@@ -19,7 +19,7 @@ from tfnb.recording.api import (
 )
 from tfnb.recording.cells.block import forget, graph, graph_name, graphs, record, record_cell, reopen
 from tfnb.recording.dispatch.recorder import Recorder
-from tfnb.recording.marks.python_state import stale_owners, user_code_ran
+from tfnb.recording.marks.python_guards import stale_owners, user_code_ran
 from tfnb.recording.overrides import (  # noqa: F401  they fill the table of overrides
     as_strided,
     buffer_updates,

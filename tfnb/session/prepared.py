@@ -25,7 +25,7 @@ from tfnb.placement.requests import NodeRequest, asked
 from tfnb.placement.row_guards import RowGuards
 from tfnb.recording.cells.statements import LEFT, Note, left_out
 from tfnb.recording.marks.notes import user_level
-from tfnb.recording.marks.python_state import StepGuards, watched
+from tfnb.recording.marks.python_guards import StepGuards, watched
 from tfnb.session.breakpoints import stopping
 from tfnb.session.divided_feeds import AUTO, DividedFeeder, Division
 from tfnb.session.feeding import Feeder

@@ -2,6 +2,7 @@
 
 The step over so many tasks is `tfnb.passes.flow.exact_rows`; it is placed, taken and committed as one that a user
 placed by hand. A batch of few rows takes fewer tasks, and so does one after the loss of a task that does not come back.
+Ops that no rule divides are named before the first step: one task does each with the rows of all.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from dataclasses import dataclass, replace
 
 from tfnb.cluster.engine.members import StepFeeds
 from tfnb.cluster.tasks.programs import PlacedStep
+from tfnb.graph import Node
 from tfnb.passes import StepGraph
 from tfnb.passes.flow.exact_rows import StepOverRows, over_rows
+from tfnb.passes.flow.row_weights import name_of
 from tfnb.placement.row_guards import RowGuards
+
+_NAMED = 4  # ops of a note
 
 
 @dataclass
@@ -43,6 +48,22 @@ class ExactSteps:
         fed = replace(batch, tensors=over.fed(batch.tensors, ranges), rows=None, split=())
         return over.step, self.place(over.step), fed
 
+    @property
+    def note(self) -> str:
+        """The ops that one task does with the rows of all, and their lines; empty where every op is divided."""
+        over = self._over(tuple(self.tasks()))
+        gathered = () if over is None else over.gathered
+        if not gathered:
+            return ""
+        forward = {name_of(node): node for node in reversed(gathered) if node.forward is None}
+        ops = forward or {name_of(node): node for node in reversed(gathered)}
+        named = [_told(name, node) for name, node in list(ops.items())[:_NAMED]]
+        others = [f"{len(ops) - _NAMED} more"] if len(ops) > _NAMED else []
+        return (
+            f"exact=True: {', '.join((*named, *others))} cannot be divided by rows: the tasks send all rows to one of "
+            "them, which does that alone. The values are right; the step gains nothing there"
+        )
+
     def _over(self, tasks: tuple[int, ...]) -> StepOverRows | None:
         """The step over these tasks, made once."""
         known: dict[tuple[object, ...], StepOverRows | None] = self.step.graph.attached.setdefault("over_rows", {})
@@ -53,3 +74,7 @@ class ExactSteps:
 
     def _whole(self, batch: StepFeeds) -> tuple[StepGraph, PlacedStep, StepFeeds]:
         return self.step, self.place(self.step), replace(batch, rows=None)
+
+
+def _told(name: str, node: Node) -> str:
+    return f"{name} ({node.source})" if node.source else name

@@ -317,16 +317,10 @@ class Steps:
         placed, why = self._placed_for(
             step, how, see, check, compile, one_by_one, step.whole if graph is None else graph
         )
-        tasks, over = len(self._numbers()), None
-        if exact is None and how.is_joint and placed.divides:
-            may_sum = how.name == "sync" and not how.may_have_spare
-            count = min(how.required or tasks - how.backup, tasks)
-            source, notes, is_mean = self._looked_at(step, placed, count, source, may_sum=may_sum)
-            exact = may_sum and not is_mean
-            for note in notes:
-                warnings.warn(note, stacklevel=user_level(None))
-        if exact and not why and placed.writes and not how.is_pipeline and tasks > 1:
-            over = ExactSteps(step, self._numbers, partial(self.place, parallel=False, check=check, compile=compile))
+        tasks = len(self._numbers())
+        exact, source = self._is_exact(step, placed, how, source, exact)
+        may_sum = exact and not why and placed.writes and not how.is_pipeline and tasks > 1
+        over = self._over_rows(step, check, compile) if may_sum else None
         is_stepwise = why or not placed.writes or over is not None
         names = _ensure_summed(placed, how, is_taken=not is_stepwise)
         if names and not is_stepwise and tasks > 1 and not placed.tasks:
@@ -372,6 +366,27 @@ class Steps:
                     warnings.warn(text, stacklevel=user_level(None))
                 else:
                     self._show()
+
+    def _is_exact(
+        self, step: StepGraph, placed: PlacedStep, how: Mode, source: Ahead | Iterable[StepFeeds | None],
+        exact: bool | None,
+    ) -> tuple[bool, Ahead | Iterable[StepFeeds | None]]:  # fmt: skip
+        """Whether tasks sum over all rows in mid-step, and the batches of the training."""
+        if exact is not None or not how.is_joint or not placed.divides:
+            return bool(exact), source
+        may_sum, tasks = how.name == "sync" and not how.may_have_spare, len(self._numbers())
+        count = min(how.required or tasks - how.backup, tasks)
+        source, notes, is_mean = self._looked_at(step, placed, count, source, may_sum=may_sum)
+        for note in notes:
+            warnings.warn(note, stacklevel=user_level(None))
+        return may_sum and not is_mean, source
+
+    def _over_rows(self, step: StepGraph, check: bool, compile: Compile) -> ExactSteps:
+        """The step over the rows of the tasks; warns of the ops that one task does."""
+        over = ExactSteps(step, self._numbers, partial(self.place, parallel=False, check=check, compile=compile))
+        if note := over.note:
+            warnings.warn(note, stacklevel=user_level(None))
+        return over
 
     def _placed_for(
         self, step: StepGraph, how: Mode, see: See | None, check: bool, compile: Compile, one_by_one: str, graph: Graph

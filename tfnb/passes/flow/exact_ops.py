@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
+
 from tfnb.graph import Dim, Node, Ref, Spec, Value
 from tfnb.graph.graph import new_id
 from tfnb.graph.op_facts import facts_of
@@ -106,49 +108,130 @@ def _count(sizes: Iterable[int | Dim]) -> Dim:
     return Dim("*".join(f"({size})" for size in sizes) or "1")
 
 
+class _OverRows(NamedTuple):
+    """The operand of a reduction over rows: its spec, the axis of its rows, and the axes that are reduced."""
+
+    value: Value
+    spec: Spec
+    axis: int
+    dims: list[int]
+
+    @property
+    def kept(self) -> Spec:
+        """The spec of the result with ``keepdim=True``."""
+        return replace(self.spec, shape=tuple(1 if at in self.dims else s for at, s in enumerate(self.spec.shape)))
+
+    @property
+    def numbers(self) -> Dim:
+        """How many numbers each number of the result is of."""
+        return _count(self.spec.shape[one] for one in self.dims)
+
+
+def _over_rows(e: Emission) -> _OverRows | None:
+    """The operand of a reduction; None of one that leaves rows apart, and of one with further operands."""
+    value = e.value("self")
+    if value is None or len(e.node.inputs) != 1 or (axis := e.division.axis_of(e.spec(value))) is None:
+        return None
+    spec, dim = e.spec(value), e.argument("dim")
+    rank = len(spec.shape)
+    named = [dim] if isinstance(dim, int) else dim
+    dims = [one % rank for one in named] if named else list(range(rank))
+    return _OverRows(value, spec, axis, dims) if axis in dims else None
+
+
 def _mean(e: Emission) -> bool:
     """A mean over rows: each task's sum, divided by the number of all."""
-    value = e.value("self")
-    assert value is not None
-    spec, dim = e.spec(value), e.argument("dim")
-    axis = e.division.axis_of(spec)
-    rank = len(spec.shape)
-    dims = list(range(rank)) if not dim else [one % rank for one in ([dim] if isinstance(dim, int) else dim)]
-    if axis is None or axis not in dims:
+    of = _over_rows(e)
+    if of is None:
         return False
     out = e.node.outputs[0]
-    about = {"dim": dims, "keepdim": bool(e.argument("keepdim")), "dtype": out.dtype}
-    sums = e.each("aten.sum.dim_IntList", e.rows(value), spec=out, **about)
-    count = _count(spec.shape[one] for one in dims)
-    e.give("summands", e.each("aten.div.Tensor", sums, spec=out, other=count))
+    about = {"dim": of.dims, "keepdim": bool(e.argument("keepdim")), "dtype": out.dtype}
+    sums = e.each("aten.sum.dim_IntList", e.rows(of.value), spec=out, **about)
+    e.give("summands", e.each("aten.div.Tensor", sums, spec=out, other=of.numbers))
     return True
 
 
 def _extreme(e: Emission) -> bool:
     """The largest or smallest of rows: the extreme of the tasks' extremes."""
-    value = e.value("self")
-    if value is None or (axis := e.division.axis_of(e.spec(value))) is None or len(e.node.inputs) != 1:
+    of = _over_rows(e)
+    if of is None:
         return False
-    spec, dim, division = e.spec(value), e.argument("dim"), e.division
-    rank = len(spec.shape)
-    dims = list(range(rank)) if not dim else [one % rank for one in dim]
-    if axis not in dims:
-        return False
-    kept = replace(spec, shape=tuple(1 if at in dims else size for at, size in enumerate(spec.shape)))
-    each = e.each(e.node.op, e.rows(value), spec=kept, dim=dims, keepdim=True)
+    e.give("whole", _shaped(e, _extreme_of(e, of, e.node.op), of.kept, e.node.outputs[0]))
+    return True
+
+
+def _extreme_of(e: Emission, of: _OverRows, op: str) -> tuple[Value, ...]:
+    """The extreme of all rows, on each task, with the axes that are reduced of size 1."""
+    division, kept = e.division, of.kept
+    each = e.each(op, e.rows(of.value), spec=kept, dim=of.dims, keepdim=True)
     count = len(division.tasks)
-    many = replace(kept, shape=tuple(count if at == axis else size for at, size in enumerate(kept.shape)))
-    refs = [Ref(at) for at in range(count)]
-    name = e.node.name
-    joined = division.new(f"{name}/cat", "aten.cat.default", each, {"tensors": refs, "dim": axis}, many, e.node)
-    one = division.new(
-        f"{name}/all", e.node.op, (joined,), {"self": Ref(0), "dim": [axis], "keepdim": True}, kept, e.node
-    )
-    out = e.node.outputs[0]
-    if out.shape != kept.shape:
-        size = {"self": Ref(0), "shape": list(out.shape)}
-        one = division.new(f"{name}/shape", "aten.reshape.default", (one,), size, out, e.node)
-    e.give("whole", (one,) * count)
+    many = replace(kept, shape=tuple(count if at == of.axis else size for at, size in enumerate(kept.shape)))
+    about = {"tensors": [Ref(at) for at in range(count)], "dim": of.axis}
+    joined = division.new(f"{e.node.name}/cat", "aten.cat.default", each, about, many, e.node)
+    about = {"self": Ref(0), "dim": [of.axis], "keepdim": True}
+    return (division.new(f"{e.node.name}/all", op, (joined,), about, kept, e.node),) * count
+
+
+def _shaped(e: Emission, values: tuple[Value, ...], spec: Spec, out: Spec) -> tuple[Value, ...]:
+    """A whole value with another shape of as many numbers."""
+    if out.shape == spec.shape:
+        return values
+    about = {"self": Ref(0), "shape": list(out.shape)}
+    one = e.division.new(f"{e.node.name}/shape", "aten.reshape.default", values[:1], about, out, e.node)
+    return (one,) * len(values)
+
+
+_PRECISE = (torch.float32, torch.float64)  # numbers of fewer bits are summed in more by one op, and not by several
+
+
+def _deviation(e: Emission) -> bool:
+    """A variance or deviation over rows: the sum of squared distances from the mean of all rows, by their number."""
+    of, correction = _over_rows(e), e.argument("correction")
+    correction = 1 if correction is None else correction
+    if of is None or of.spec.dtype not in _PRECISE or not isinstance(correction, int) or e.has_summands():
+        return False
+    rows, kept, out = e.rows(of.value), of.kept, e.node.outputs[0]
+    sums = e.each("aten.sum.dim_IntList", rows, spec=kept, dim=of.dims, keepdim=True)
+    mean = e.each("aten.div.Tensor", e.total(sums, kept), spec=kept, other=of.numbers)
+    away = e.each("aten.sub.Tensor", rows, mean, spec=of.spec)
+    squares = e.each("aten.mul.Tensor", away, away, spec=of.spec)
+    sums = e.each("aten.sum.dim_IntList", squares, spec=kept, dim=of.dims, keepdim=True)
+    less = Dim(f"max(0, ({of.numbers}) - {correction})")
+    found = e.each("aten.div.Tensor", e.total(sums, kept), spec=kept, other=less)
+    if e.node.op.split(".")[1].startswith("std"):
+        found = e.each("aten.sqrt.default", found, spec=kept)
+    e.give("whole", _shaped(e, found, kept, out))
+    if len(e.node.outputs) == 2:
+        e.give("whole", _shaped(e, mean, kept, e.node.outputs[1]), index=1)
+    return True
+
+
+def _logsumexp(e: Emission) -> bool:
+    """The logarithm of a sum of exponentials over rows, which are taken of the distances from the largest."""
+    of = _over_rows(e)
+    if of is None or of.spec.dtype not in _PRECISE or e.has_summands():
+        return False
+    kept, bounds = of.kept, torch.finfo(of.spec.dtype)
+    most = _extreme_of(e, of, "aten.amax.default")
+    most = e.each("aten.clamp.default", most, spec=kept, min=bounds.min, max=bounds.max)  # inf - inf is no number
+    raised = e.each("aten.exp.default", e.each("aten.sub.Tensor", e.rows(of.value), most, spec=of.spec), spec=of.spec)
+    sums = e.total(e.each("aten.sum.dim_IntList", raised, spec=kept, dim=of.dims, keepdim=True), kept)
+    found = e.each("aten.add.Tensor", e.each("aten.log.default", sums, spec=kept), most, spec=kept)
+    e.give("whole", _shaped(e, found, kept, e.node.outputs[0]))
+    return True
+
+
+def _norm(e: Emission) -> bool:
+    """The Euclidean norm over rows: the root of the sum of squares."""
+    of, out = _over_rows(e), e.node.outputs[0]
+    if of is None or e.argument("ord") != 2 or of.spec.dtype not in _PRECISE or out.dtype != of.spec.dtype:
+        return False
+    if e.has_summands():
+        return False
+    kept, rows = of.kept, e.rows(of.value)
+    squares = e.each("aten.mul.Tensor", rows, rows, spec=of.spec)
+    sums = e.total(e.each("aten.sum.dim_IntList", squares, spec=kept, dim=of.dims, keepdim=True), kept)
+    e.give("whole", _shaped(e, e.each("aten.sqrt.default", sums, spec=kept), kept, out))
     return True
 
 
@@ -319,7 +402,8 @@ def _broadcast(shapes: Sequence[Sequence[int | Dim]]) -> list[int | Dim]:
 
 
 SPECIAL = {
-    "mean": _mean, "amax": _extreme, "amin": _extreme, "native_dropout": _dropout,
+    "mean": _mean, "amax": _extreme, "amin": _extreme, "logsumexp": _logsumexp, "linalg_vector_norm": _norm,
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), _deviation), "native_dropout": _dropout,
     "nll_loss_forward": _class_loss, "nll_loss2d_forward": _class_loss,
     "_native_batch_norm_legit_functional": _batch_norm, "native_batch_norm_backward": _batch_norm_back,
     **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",

@@ -28,11 +28,10 @@ from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import REGIONS, STRUCTURAL
 from tfnb.graph.subgraph import nested
 from tfnb.passes.flow.exact_ops import SPECIAL, Emission, FormOf
-from tfnb.passes.flow.row_rules import ALONG, LINEAR, SUM, RowCall, outcome
+from tfnb.passes.flow.row_rules import ALONG, BILINEAR, LINEAR, SUM, RowCall, outcome
 from tfnb.passes.prune import StepGraph, step_graph
 
 _LOCAL_SIZES = frozenset({"size", "shape", "self_size", "input_size", "input_sizes", "N"})
-_BILINEAR = frozenset({"mul", "mm", "bmm", "mv", "dot"})
 _SHAPED = frozenset({
     "rand_like", "randn_like", "randint_like", "normal_functional", "uniform", "exponential", "cauchy", "log_normal",
     "geometric", "random",
@@ -380,7 +379,7 @@ class RowDivision:
         """Do a linear node on summands; False where a node needs their sums."""
         name, given = node.op.split(".")[1], [self.states[v] for v in node.inputs]
         summands = [at for at, state in enumerate(given) if state.form == "summands"]
-        is_scaled = name in _BILINEAR and len(summands) == 1
+        is_scaled = name in BILINEAR and len(summands) == 1
         is_divided = name == "div" and summands == [0] and node.attrs.get("rounding_mode") is None
         is_added = name in ("add", "sub") and len(summands) == len(given) == 2
         is_kept = name in LINEAR and len(given) == 1 and not (

@@ -153,11 +153,6 @@ def _trailing(count: int) -> Rule:
     return rule
 
 
-def _first_axis(call: RowCall) -> Outcome:
-    """Items on axis 0 of all operands with rows, and of the results."""
-    return ALONG if call.row_axes == {0} else None
-
-
 def _item_by_item(*names: str) -> Rule:
     """Items on axis 0 of the operands named here; all others, such as weights, have no rows."""
 
@@ -230,12 +225,8 @@ def _product(sizes: Iterable[int | Dim]) -> tuple[int, tuple[str, ...]] | None:
     return number, tuple(sorted(varying))
 
 
-def _transposed(call: RowCall) -> Outcome:
-    return ALONG
-
-
-def _expanded(call: RowCall) -> Outcome:
-    """Rows stay on their axis from the right."""
+def _kept(call: RowCall) -> Outcome:
+    """A view whose axes say by their sizes where rows are."""
     return ALONG
 
 
@@ -381,11 +372,10 @@ def _recurrent(call: RowCall) -> Outcome:
 
 
 RULES: Mapping[str, Rule] = {name: rule for names, rule in (
-    ("masked_fill where clamp clamp_min clamp_max copy fill lerp addcmul addcdiv dropout clone contiguous alias detach "
-     "_to_copy lift_fresh zeros_like ones_like full_like empty_like threshold_backward tanh_backward sigmoid_backward "
-     "gelu_backward silu_backward elu_backward hardtanh_backward hardswish_backward hardsigmoid_backward mish_backward "
+    ("masked_fill where copy fill dropout contiguous alias detach _to_copy lift_fresh zeros_like ones_like full_like "
+     "empty_like elu_backward hardtanh_backward hardswish_backward hardsigmoid_backward mish_backward "
      "leaky_relu_backward softplus_backward log_sigmoid_forward log_sigmoid_backward softshrink_backward "
-     "hardshrink_backward logit_backward rrelu_with_noise_backward _conj_physical view_as_real_copy frexp",
+     "hardshrink_backward rrelu_with_noise_backward view_as_real_copy frexp",
      _pointwise),
     ("_softmax _log_softmax softmax log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod "
      "logcumsumexp cummax cummin gather scatter take_along_dim glu glu_backward "
@@ -399,14 +389,14 @@ RULES: Mapping[str, Rule] = {name: rule for names, rule in (
     ("sum nansum", _reduced),
     ("mm bmm", _mm), ("addmm baddbmm", _addmm), ("mv", _mv), ("dot vdot", _dot),
     ("view reshape _unsafe_view", _viewed),
-    ("t transpose permute unsqueeze", _transposed), ("expand", _expanded), ("repeat", _repeated),
+    ("t transpose permute unsqueeze expand view_as_complex view_as_real", _kept), ("repeat", _repeated),
     ("constant_pad_nd", _padded), ("cat stack", _joined),
     ("native_layer_norm", _normalized("input")),
     ("native_layer_norm_backward", _mixed(_normalized("grad_out"))),
     ("embedding", _embedded), ("embedding_dense_backward", _embedded_back), ("index _unsafe_index", _picked),
     ("index_put _unsafe_index_put", _put), ("index_add scatter_add", _added_at),
     ("tril triu linalg_cholesky_ex linalg_inv_ex _linalg_det _linalg_slogdet linalg_matrix_exp", _trailing(2)),
-    ("view_as_complex view_as_real", _transposed), ("diagonal diagonal_copy", _diagonal),
+    ("diagonal diagonal_copy", _diagonal),
     ("select_backward", _selected_back), ("slice slice_backward", _sliced),
     ("nll_loss_backward nll_loss2d_backward", _class_loss_back),
     ("convolution native_group_norm", _item_by_item("input")),
@@ -434,10 +424,13 @@ OWN = frozenset({"recurrent_net"})
 
 LINEAR = frozenset({
     "t", "transpose", "permute", "view", "reshape", "_unsafe_view", "expand", "unsqueeze", "squeeze", "clone",
-    "contiguous", "alias", "detach", "select", "slice", "select_backward", "slice_backward", "neg", "sum", "flip",
-    "roll", "_to_copy",
+    "contiguous", "alias", "detach", "select", "slice", "select_backward", "slice_backward", "neg", "sum", "mean",
+    "flip", "roll", "_to_copy", "lift_fresh", "flatten",
 })  # fmt: skip
-"""Ops of one operand that give of a sum the sum of what they give of its summands."""
+"""Ops of one operand that give of a sum the sum of their results for its summands."""
+
+BILINEAR = frozenset({"mul", "mm", "bmm", "mv", "dot", "matmul"})
+"""Ops of two operands that are linear in each."""
 
 
 def outcome(call: RowCall) -> Outcome:

@@ -27,6 +27,7 @@ from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import REGIONS, STRUCTURAL, overload
 from tfnb.graph.spec import flows
 from tfnb.passes.flow.merges import ROWS, SUM, Weight, varying_axis
+from tfnb.passes.flow.row_rules import BILINEAR, LINEAR
 from tfnb.passes.merge import frozen
 from tfnb.passes.prune import StepGraph, feed_symbols, step_graph
 from tfnb.passes.resolve import resolve
@@ -92,24 +93,10 @@ _BENDS = {
     "abs", "relu", "leaky_relu", "hardtanh", "threshold", "clamp", "clamp_min", "clamp_max", "maximum", "minimum",
     "fmax", "fmin", "where", "huber_loss", "smooth_l1_loss", "max", "min", "amax", "amin",
 }  # fmt: skip
-_LINEAR = {
-    "neg", "t", "transpose", "permute", "view", "reshape", "_unsafe_view", "expand", "unsqueeze", "squeeze", "clone",
-    "contiguous", "alias", "detach", "_to_copy", "select", "slice", "sum", "mean", "lift_fresh", "flatten",
-}  # fmt: skip
 _SAME = {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "clone", "contiguous", "alias", "detach", "slice"}
-_BILINEAR = {"mul", "mm", "mv", "dot", "bmm", "matmul"}
-_NUMBERS = {
-    "mul",
-    "div",
-    "add",
-    "sub",
-    "rsub",
-    "pow",
-    "where",
-    "_to_copy",
-    "clamp",
-    "clamp_min",
-}  # of whole numbers, too
+_OF_INTEGERS = {
+    "mul", "div", "add", "sub", "rsub", "pow", "where", "_to_copy", "clamp", "clamp_min",
+}  # fmt: skip
 _SUMS = {"add", "sub", "rsub", "cat", "stack"}
 _ALONG = {
     "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp",
@@ -354,7 +341,7 @@ class _Weighing:
     def _state(self, node: Node, index: int, spec: Spec, given: Mapping[Value, _State], hangs: bool) -> _State:
         has_rows, op = self._has_rows(spec), name_of(node)
         refused = {v: state for v, state in given.items() if isinstance(state, Reason)}
-        reason = next((state for v, state in refused.items() if flows(self._spec(v).dtype) or op in _NUMBERS), None)
+        reason = next((state for v, state in refused.items() if flows(self._spec(v).dtype) or op in _OF_INTEGERS), None)
         if reason is not None:
             return reason
         if not hangs or facts_of(node.op).shape_only:
@@ -392,13 +379,13 @@ class _Weighing:
         if is_plain:
             return _Sum(True)
         same = len({state.powers for state in sums}) == 1 and all(state.has_rows for state in sums)
-        is_kept = (op in _SUMS and len(sums) == len(given)) or (op in _LINEAR and len(given) == 1)
+        is_kept = (op in _SUMS and len(sums) == len(given)) or (op in LINEAR and len(given) == 1)
         return sums[0] if same and is_kept else Reason("across", node)
 
     def _is_along(self, node: Node) -> bool:
         """Whether an op goes along the axis of rows."""
-        shape, dim = self._spec(node.inputs[0]).shape, _argument(node, "dim", -1)
-        axes = dim if isinstance(dim, (list, tuple)) else [dim]
+        shape, dim = self._spec(node.inputs[0]).shape, _argument(node, "dim", _argument(node, "dims", -1))
+        axes = range(len(shape)) if dim == [] else dim if isinstance(dim, (list, tuple)) else [dim]
         return any(isinstance(axis, int) and bool(_symbols(shape[axis]) & self.rows) for axis in axes if shape)
 
     def _product(self, node: Node, given: Mapping[Value, _State]) -> _State:
@@ -479,7 +466,7 @@ class _Weighing:
             return found if kind == "sum" else self._counted(node, found, self._length(node))
         if kind == "product":
             rows = [state for state in sums if state.has_rows]
-            if len(rows) < len(sums) or op not in _BILINEAR or len(rows) != 2:
+            if len(rows) < len(sums) or op not in BILINEAR or len(rows) != 2:
                 return Reason("product", node)
             return rows[0].times(rows[1].powers)._replace(has_rows=False)
         if not plain:
@@ -535,9 +522,9 @@ class _Weighing:
             return self._product(node, given)
         if any(state.total is not None and _is_bounded(state.total) for state in sums):
             return Reason("function", node)
-        if op in _LINEAR and len(operands) == 1:
+        if op in LINEAR and len(operands) == 1:
             return sums[0]._replace(total=None)
-        if op in _BILINEAR and len(sums) == 1:
+        if op in BILINEAR and len(sums) == 1:
             return sums[0]._replace(total=None)
         if op in _SUMS and not self.rows.intersection(node.symbols):
             return self._added(node, operands, sums)

@@ -46,7 +46,8 @@ from tfnb.recording.marks.block_names import (
 )
 from tfnb.recording.marks.held_interrupts import at_user_lines, raise_held
 from tfnb.recording.marks.notes import user_level
-from tfnb.recording.marks.python_state import GUARDS, PythonReads
+from tfnb.recording.marks.python_guards import GUARDS
+from tfnb.recording.marks.python_state import PythonReads
 from tfnb.recording.marks.scopes import clean, modules_of
 from tfnb.recording.marks.user_code import is_foreign
 from tfnb.recording.overrides.rng_state import own_streams

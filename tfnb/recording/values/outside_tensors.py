@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import InvalidArgument, Unsupported
 from tfnb.graph import Node
 from tfnb.recording.marks.notes import dense
-from tfnb.recording.marks.python_state import stamp
+from tfnb.recording.marks.python_guards import stamp
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Base, Tensor
 

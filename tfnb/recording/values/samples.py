@@ -19,7 +19,7 @@ from tfnb.errors import TfnbError
 from tfnb.graph import Dim, Graph, Node, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.interrupts import from_signal_handler
-from tfnb.recording.marks.python_state import stamp
+from tfnb.recording.marks.python_guards import stamp
 from tfnb.recording.values.interpret import evaluate
 
 SAMPLE_BUDGET = 128 << 20  # bytes, while a recording may still ask for them: a step shall need more than its recording
