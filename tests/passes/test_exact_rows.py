@@ -105,6 +105,8 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any], int]
     "largest": (net, lambda out, y: out.amax(0).sum() - out.amin(), 0),
     "dice": (net, lambda out, y: 1 - (out.sigmoid() * F.one_hot(y, 3)).sum() / (out.sigmoid().sum() + y.sum()), 0),
     "penalty": (net, lambda out, y: out.square().mean() + 1e-2 * out.sum(0).norm(), 0),
+    "square of a loss": (net, lambda out, y: F.mse_loss(out.tanh(), F.one_hot(y, 3).to(out.dtype)) ** 2, 0),
+    "perplexity": (net, lambda out, y: F.cross_entropy(F.hardswish(out), y).exp(), 0),
     "logsumexp": (net, lambda out, y: torch.logsumexp(out, 0).sum(), 0),
     "deviation": (net, lambda out, y: out.std(0).sum(), 0),
     "deviation of all": (net, lambda out, y: out.std() + out.var((0, 1), correction=0, keepdim=True).sum(), 0),

@@ -63,10 +63,6 @@ class Emission:
         """The call for a rule."""
         return self.division.call_of(self.node)
 
-    def has_summands(self) -> bool:
-        """Whether an operand is summands."""
-        return any(self.division.states[v].form == "summands" for v in self.node.inputs)
-
     def rows(self, value: Value) -> tuple[Value, ...]:
         """The rows of an operand, on each task."""
         axis = self.division.axis_of(self.spec(value))
@@ -188,7 +184,7 @@ def _deviation(e: Emission) -> bool:
     """A variance or deviation over rows: the sum of squared distances from the mean of all rows, by their number."""
     of, correction = _over_rows(e), e.argument("correction")
     correction = 1 if correction is None else correction
-    if of is None or of.spec.dtype not in _PRECISE or not isinstance(correction, int) or e.has_summands():
+    if of is None or of.spec.dtype not in _PRECISE or not isinstance(correction, int):
         return False
     rows, kept, out = e.rows(of.value), of.kept, e.node.outputs[0]
     sums = e.each("aten.sum.dim_IntList", rows, spec=kept, dim=of.dims, keepdim=True)
@@ -209,7 +205,7 @@ def _deviation(e: Emission) -> bool:
 def _logsumexp(e: Emission) -> bool:
     """The logarithm of a sum of exponentials over rows, which are taken of the distances from the largest."""
     of = _over_rows(e)
-    if of is None or of.spec.dtype not in _PRECISE or e.has_summands():
+    if of is None or of.spec.dtype not in _PRECISE:
         return False
     kept, bounds = of.kept, torch.finfo(of.spec.dtype)
     most = _extreme_of(e, of, "aten.amax.default")
@@ -226,8 +222,6 @@ def _norm(e: Emission) -> bool:
     of, out = _over_rows(e), e.node.outputs[0]
     if of is None or e.argument("ord") != 2 or of.spec.dtype not in _PRECISE or out.dtype != of.spec.dtype:
         return False
-    if e.has_summands():
-        return False
     kept, rows = of.kept, e.rows(of.value)
     squares = e.each("aten.mul.Tensor", rows, rows, spec=of.spec)
     sums = e.total(e.each("aten.sum.dim_IntList", squares, spec=kept, dim=of.dims, keepdim=True), kept)
@@ -238,7 +232,7 @@ def _norm(e: Emission) -> bool:
 def _loss(e: Emission) -> bool:
     """A loss with a ``reduction``: of rows, a sum over them, or that by the number of all."""
     call, reduction = e.call, e.argument("reduction")
-    if call is None or e.has_summands() or not call.is_aligned():
+    if call is None or not call.is_aligned():
         return False
     rows = tuple(size for size in _broadcast([e.spec(v).shape for v in e.node.inputs]))
     out = e.node.outputs[0]
@@ -260,7 +254,7 @@ def _loss_back(e: Emission) -> bool:
     """The gradient of such a loss, of rows."""
     call, reduction, out = e.call, e.argument("reduction"), e.node.outputs[0]
     axis = e.division.axis_of(out)
-    if call is None or axis is None or e.has_summands() or not call.is_aligned():
+    if call is None or axis is None or not call.is_aligned():
         return False
     copies = e.copies(reduction=min(reduction, 1) * 2)
     assert copies is not None
@@ -275,7 +269,7 @@ def _loss_back(e: Emission) -> bool:
 def _class_loss(e: Emission) -> bool:
     """Cross entropy of rows by their classes: the sum of losses, and the total of weights, of each task."""
     reduction = e.argument("reduction")
-    if e.axis("self") != 0 or e.axis("target") != 0 or e.has_summands():
+    if e.axis("self") != 0 or e.axis("target") != 0:
         return False
     copies = e.copies(reduction=min(reduction, 1) * 2)
     if copies is None:
@@ -296,8 +290,6 @@ def _dropout(e: Emission) -> bool:
     value, division = e.value("input"), e.division
     if value is None or not e.argument("train") or (axis := division.axis_of(e.spec(value))) is None:
         return False
-    if e.has_summands():
-        return False
     drawn = replace(e.node, id=new_id(), inputs=(division.ones(e.spec(value), e.node),))
     division.drawn[drawn.id] = drawn
     division.do_whole(drawn)
@@ -311,7 +303,7 @@ def _dropout(e: Emission) -> bool:
 def _batch_norm(e: Emission) -> bool:
     """Batch norm in training, of the statistics of all rows: means of each task's sums, twice."""
     x, training = e.value("input"), e.argument("training")
-    if x is None or e.axis("input") != 0 or not training or e.has_summands():
+    if x is None or e.axis("input") != 0 or not training:
         return False
     out, mean_spec = e.node.outputs[:2]
     dims, flat = _of_channels(e.spec(x))
@@ -351,7 +343,7 @@ def _batch_norm(e: Emission) -> bool:
 def _batch_norm_back(e: Emission) -> bool:
     """The gradients of batch norm in training, by sums of the tasks' sums over rows."""
     x, grad = e.value("input"), e.value("grad_out")
-    if x is None or grad is None or e.axis("input") != 0 or e.axis("grad_out") != 0 or e.has_summands():
+    if x is None or grad is None or e.axis("input") != 0 or e.axis("grad_out") != 0:
         return False
     if not e.argument("train"):
         return False

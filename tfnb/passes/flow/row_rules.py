@@ -373,9 +373,9 @@ def _recurrent(call: RowCall) -> Outcome:
 
 RULES: Mapping[str, Rule] = {name: rule for names, rule in (
     ("masked_fill where copy fill dropout contiguous alias detach _to_copy lift_fresh zeros_like ones_like full_like "
-     "empty_like elu_backward hardtanh_backward hardswish_backward hardsigmoid_backward mish_backward "
-     "leaky_relu_backward softplus_backward log_sigmoid_forward log_sigmoid_backward softshrink_backward "
-     "hardshrink_backward rrelu_with_noise_backward view_as_real_copy frexp",
+     "empty_like hardswish hardsigmoid elu_backward hardtanh_backward hardswish_backward hardsigmoid_backward "
+     "mish_backward leaky_relu_backward softplus_backward log_sigmoid_forward log_sigmoid_backward "
+     "softshrink_backward hardshrink_backward rrelu_with_noise_backward view_as_real_copy frexp",
      _pointwise),
     ("_softmax _log_softmax softmax log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod "
      "logcumsumexp cummax cummin gather scatter take_along_dim glu glu_backward "
