@@ -408,6 +408,7 @@ class World:
             "ExponentialMovingAverage.average": Call(average.average, {"target": self.weight}),
             "EarlyStopping": Call(train.EarlyStopping, {"monitor": "loss"}),
             "SyncReplicas": Call(train.SyncReplicas, {"m": 1}),
+            "LocalSGD": Call(train.LocalSGD, {"every": 2}),
             "Saver": Call(train.Saver, {"path": self.folder / "run", "keep": 2, "keep_every_hours": 1.5, "best": "loss",
                                         "best_mode": "min", "session": self.session}),
             "Saver.save": Call(train.Saver(self.folder / "run", session=self.session).save, {"step": 3}),

@@ -51,7 +51,7 @@ from tfnb.state.steps_taken import AppliedSteps, StepsHere, StepsThere
 from tfnb.train.batches import Batch, Batches, Data, batches, is_single_pass, name_of
 from tfnb.train.callbacks import Callback, Callbacks, Progress
 from tfnb.train.metrics import Metrics
-from tfnb.train.modes import SyncReplicas
+from tfnb.train.modes import TaskMode
 from tfnb.train.saver import Saver
 from tfnb.widgets.curve import number, svg
 
@@ -113,7 +113,7 @@ class RunResult:
 def fit(
     fetch: Fetches, data: Data, *, feeds: FeedKeys | None = None, epochs: int = 1, steps: int | None = None,
     batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Fetches | None = None,
-    validation: Data | None = None, callbacks: Callback | Sequence[Callback] = (), mode: str | SyncReplicas = "sync",
+    validation: Data | None = None, callbacks: Callback | Sequence[Callback] = (), mode: TaskMode = "sync",
     backup: int = 0, staleness: int | None = None, resume: bool | str | PathLike[str] = False,
     check: str | None = None, exact: bool | None = None, microbatches: int | Literal["auto"] | None = None,
     schedule: str | None = None, replicas: int = 1, checkpoint: str | PathLike[str] | Saver | None = None,
@@ -214,7 +214,8 @@ def fit(
     task, a rank, holds all Variables and the state of the optimizer, sums gradients with the others by gloo, without
     the servers, and makes the same update; a learning rate that a callback sets holds from the next piece of steps,
     half a second, on. It goes on with the ranks that are left, or join. Its sums are not encrypted: a cluster
-    with TLS takes it with ``allow_plain_collectives=True`` only. ``"pipeline"``: the nodes of a step that ask for a
+    with TLS takes it with ``allow_plain_collectives=True`` only. `tfnb.train.LocalSGD`: ranks that take steps on their
+    own, and average their Variables after so many. ``"pipeline"``: the nodes of a step that ask for a
     task, `tfnb.device`, are a stage there; values go from stage to stage for one of the ``microbatches`` after the
     other, and the Variables have the bits of the same call in this process. schedule: ``"1f1b"``, where stage s of S
     works on S - s microbatches at a time, the least of them first, and holds the activations of no more; ``"gpipe"``

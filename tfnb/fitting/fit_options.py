@@ -23,7 +23,7 @@ from tfnb.session.structures import Fetches, structure, value_of
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import newest
 from tfnb.train.batches import name_of
-from tfnb.train.modes import SyncReplicas
+from tfnb.train.modes import LocalSGD, SyncReplicas, TaskMode
 
 LATER = ("downpour", "sandblaster")
 
@@ -220,20 +220,24 @@ def operations_of(fetch: Fetches, session: Session) -> list[Any]:
 
 
 def mode_of(
-    mode: str | SyncReplicas, backup: int, staleness: int | None, allow_plain_collectives: bool = False,
+    mode: TaskMode, backup: int, staleness: int | None, allow_plain_collectives: bool = False,
     schedule: object = None, replicas: object = 1,
 ) -> Mode:  # fmt: skip
     """The mode that is asked for; raises InvalidArgument, or Unimplemented for one that is to come."""
     pipeline = _pipeline_of(mode, schedule, replicas)
     if not isinstance(allow_plain_collectives, bool):
         raise InvalidArgument(f"allow_plain_collectives is True or False, not {allow_plain_collectives!r}")
-    if allow_plain_collectives and mode != "allreduce":
-        raise InvalidArgument(f"allow_plain_collectives belongs to mode='allreduce', not to {mode!r}")
+    if allow_plain_collectives and mode != "allreduce" and not isinstance(mode, LocalSGD):
+        raise InvalidArgument(f"allow_plain_collectives belongs to mode='allreduce' and LocalSGD, not to {mode!r}")
     if isinstance(mode, SyncReplicas):
         if backup or staleness is not None:
             raise InvalidArgument("SyncReplicas says how many tasks are spare: leave out backup and staleness")
         elastic = mode.elastic or not mode.distinct
         return Mode("sync", mode.backup, None, mode.m, mode.n or 0, elastic)
+    if isinstance(mode, LocalSGD):
+        if backup or staleness is not None:
+            raise InvalidArgument("LocalSGD says when tasks wait for each other: leave out backup and staleness")
+        return Mode("local", is_plain=allow_plain_collectives, every=mode.every)
     if not isinstance(mode, str) or mode in LATER:
         raise Unimplemented(f"mode={mode!r} is not there yet; there are: {', '.join(MODES)}")
     if mode not in MODES:
@@ -256,7 +260,7 @@ def mode_of(
     return pipeline or Mode(mode, backup, staleness, is_plain=allow_plain_collectives)
 
 
-def _pipeline_of(mode: str | SyncReplicas, schedule: object, replicas: object) -> Mode | None:
+def _pipeline_of(mode: TaskMode, schedule: object, replicas: object) -> Mode | None:
     """The mode of a pipeline; None for another mode, which has none of its options. Raises InvalidArgument."""
     if type(replicas) is not int or replicas < 1:
         raise InvalidArgument(f"replicas is how many copies of a pipeline work, an int of at least 1, not {replicas!r}")

@@ -44,3 +44,36 @@ class SyncReplicas:
     def backup(self) -> int:
         """Spare tasks; 0 where nobody said how many tasks there are."""
         return max(0, (self.n or self.m) - self.m)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSGD:
+    """Tasks that train on copies of their own, and average these after ``every`` steps.
+
+    A step is a batch of ``fit``, as in mode ``"sync"``: the tasks divide its rows, but each applies the gradient of its
+    own rows to its own copy of the Variables and optimizer slots. After ``every`` steps, and at the end of the data,
+    the tasks meet: each Variable that the step writes becomes the mean over the tasks, weighted by the rows that each
+    has computed since the last meeting; of a Variable of whole numbers all get that of the first task. So a step sends
+    1 / ``every`` of the bytes of ``"allreduce"``, and no step waits for the slowest task. ``every=1`` with plain SGD
+    and a loss that is a mean over rows is ``"sync"``.
+
+    A task that is lost costs the steps since the last meeting: they are dropped, and taken again by the tasks that are
+    left, so that each row counts once. Checkpoints, callbacks and other readers see the values of meetings.
+
+    The method is local SGD (Stich, 2019); DistBelief's Downpour with as many steps between a fetch and a push meets at
+    servers instead.
+
+    >>> LocalSGD(50).every
+    50
+    """
+
+    every: int = 50
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise InvalidArgument(
+                f"LocalSGD: every is the number of steps between two meetings, an int of at least 1, not {self.every!r}"
+            )
+
+
+TaskMode = str | SyncReplicas | LocalSGD  # the ``mode`` of `tfnb.fit`

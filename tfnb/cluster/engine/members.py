@@ -163,11 +163,17 @@ class Mode(NamedTuple):
     is_plain: bool = False  # whether ranks may sum in plain text on a cluster that encrypts
     schedule: str = ""
     pipelines: int = 1
+    every: int = 0  # steps of a rank between two meetings, where it takes them on its own; 0: it sums each step
 
     @property
     def is_joint(self) -> bool:
         """Whether all tasks make each step together."""
-        return self.name in ("sync", "allreduce", "pipeline")
+        return self.name in ("sync", "allreduce", "local", "pipeline")
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether tasks hold the Variables while they train."""
+        return self.name in ("allreduce", "local")
 
     @property
     def is_pipeline(self) -> bool:
@@ -182,6 +188,7 @@ class Mode(NamedTuple):
     def __str__(self) -> str:
         options: dict[str, Any] = {"staleness": self.staleness} if self.staleness is not None else {}
         options |= {"backup": self.backup} if self.backup else {}
+        options |= {"every": self.every} if self.every else {}
         options |= {"schedule": self.schedule} if self.schedule else {}
         options |= {"replicas": self.pipelines} if self.pipelines > 1 else {}
         return " ".join([self.name, *(f"{name}={value}" for name, value in options.items())])

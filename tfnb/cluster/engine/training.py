@@ -122,6 +122,7 @@ class Training:
     def _take(self, mode: Mode, tasks: list[int]) -> None:
         """The policy of a mode, from the next step on."""
         self._staleness = mode.staleness if mode.name == "bounded" else None
+        self._every = mode.every
         about = (tasks, self.placed.writes, self._pieces, self._deadline)
         least = 1 if mode.elastic else mode.required
         self.machine: Machine
@@ -129,8 +130,9 @@ class Training:
             case "sync":
                 sizes = mode.backup, self._patience, mode.required, least
                 self.machine = s.Rounds(*about, *sizes, base=self.steps)
-            case "allreduce":
-                self.machine = r.Ranks(*about, patience=self._patience, base=self.steps)
+            case "allreduce" | "local":
+                sizes_of = a.PieceSizes(unit=max(1, mode.every))
+                self.machine = r.Ranks(*about, patience=self._patience, base=self.steps, sizes=sizes_of)
             case _:
                 self.machine = a.Leases(*about, self._patience)
 
@@ -460,6 +462,7 @@ class Training:
             "part": part, "shards": list(self.placed.writes),
             "number": piece.number, "stream": self._stream(piece.stream), "first": piece.first, "count": piece.count,
             "staleness": self._staleness, "order": None, "steps": None, "run": 0, "meeting": None,
+            "every": self._every,
         }  # fmt: skip
         self._steps_of[piece.number] = self._step_numbers(piece.steps)
         if isinstance(self.data, Ahead):

@@ -170,8 +170,11 @@ class PieceSizes:
     >>> sizes.took(0.2, 2)
     >>> [sizes.next(None, 2) for _ in range(3)]
     [2, 4, 5]
+    >>> PieceSizes(unit=4).next(None, 2)
+    4
     """
 
+    unit: int = 1  # of which a piece has a multiple, but at the end of the data
     last: float = 0.5
     seconds: float = 0.0  # of a step
 
@@ -186,7 +189,7 @@ class PieceSizes:
         if left is not None:
             most = max(SMALLEST, min(most, -(-left // (AHEAD * max(1, tasks)))))
         self.last = min(2 * self.last, most)
-        return int(self.last)
+        return -(-int(self.last) // self.unit) * self.unit
 
 
 # -- the machine --------------------------------------------------------------------------------------------------

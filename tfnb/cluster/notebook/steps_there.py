@@ -372,7 +372,7 @@ class Steps:
         exact: bool | None,
     ) -> tuple[bool, Ahead | Iterable[StepFeeds | None]]:  # fmt: skip
         """Whether tasks sum over all rows in mid-step, and the batches of the training."""
-        if exact is not None or not how.is_joint or not placed.divides:
+        if exact is not None or not how.is_joint or how.every or not placed.divides:
             return bool(exact), source
         may_sum, tasks = how.name == "sync" and not how.may_have_spare, len(self._numbers())
         count = min(how.required or tasks - how.backup, tasks)
@@ -463,11 +463,11 @@ class Steps:
     def _possible(self, mode: Mode) -> Mode:
         """Check that the cluster has the tasks required by a mode."""
         tasks = sum(member.is_there for member in self._engine.places.values())
-        if mode.name not in MODES:
+        if mode.name not in (*MODES, "local"):
             raise Unimplemented(f"mode={mode.name!r}: this version trains with {' and '.join(map(repr, MODES))}")
-        if mode.name == "allreduce" and self._client.security.require_encryption and not mode.is_plain:
+        if mode.has_ranks and self._client.security.require_encryption and not mode.is_plain:
             raise InsecureAddress(
-                "mode='allreduce' sums gradients over plain sockets, and this cluster encrypts what it sends: use "
+                f"mode={mode.name!r} sums over plain sockets, and this cluster encrypts what it sends: use "
                 "mode='sync', or allow_plain_collectives=True where the network between its workers is trusted"
             )
         if mode.backup >= tasks > 0:
@@ -689,7 +689,7 @@ def _ensure_summed(placed: PlacedStep, mode: Mode, *, is_taken: bool) -> tuple[s
     Raises Unimplemented for a step that ranks cannot take as servers do, if it ``is_taken`` by all tasks.
     """
     found = placed.placement.apart if mode.is_joint else placed.placement.raced
-    if mode.name != "allreduce" or not is_taken:
+    if not mode.has_ranks or not is_taken:
         return found
     names = [name for plan in placed.compute.meta["pushes"] for name in plan["grads"]]
     kinds = [kind for plan in placed.servers.values() for kind in plan.meta["kinds"]]
@@ -701,8 +701,10 @@ def _ensure_summed(placed: PlacedStep, mode: Mode, *, is_taken: bool) -> tuple[s
         why = "rows of a large Variable are looked up on its servers"
     elif placed.queues:
         why = "the step uses queues"
+    elif mode.every and placed.late is not None:
+        why = f"{_LATE}, and each task has other weights between two meetings"
     if why:
-        raise Unimplemented(f"mode='allreduce' takes no such step: {why}. Use mode='sync'")
+        raise Unimplemented(f"mode={mode.name!r} takes no such step: {why}. Use mode='sync'")
     return found
 
 
@@ -726,7 +728,7 @@ def _apart(names: Sequence[str], how: Mode, is_joint: bool) -> str:
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     if is_joint:
         found = f"the step writes {shown} itself, not along a gradient that tasks average, and they divide its rows"
-        kept = "takes what the first task makes of its rows"
+        kept = "averages what the tasks make" if how.every else "takes what the first task makes of its rows"
     else:
         found = f"each task makes the new value of {shown} of the one that it read"
         kept = "loses what other tasks write in between; what assign_add adds to a Variable on one server is not lost"

@@ -149,8 +149,8 @@ class Bucket:
             dtype = wide[0] if kind in ("weight", "any") else WIDE.get(spec.dtype, spec.dtype)
             if kind not in ("grad", "value", "weight", "any") or spec.symbols or dtype not in SUMMED:
                 raise Unimplemented(
-                    f"mode='allreduce' sums gradients of a known size, of dtypes that gloo sums; this is {spec}, of "
-                    f"kind {kind}: use mode='sync'"
+                    f"tasks that hold all Variables sum values of a known size, of dtypes that gloo sums; this is "
+                    f"{spec}, of kind {kind}: use mode='sync'"
                 )
             places.append(place(dtype, torch.Size(spec.sizes({})).numel()))
         marks = {weight: place(wide[0], 2) for weight in self._weights if weight.total is not None}

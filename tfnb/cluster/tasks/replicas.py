@@ -26,8 +26,10 @@ from tfnb.cluster.tasks.programs import Push, ShardProgram, keys_by_shard
 from tfnb.cluster.tasks.resident import WHILE, Out, TrainingLoop, _AppliedPart
 from tfnb.cluster.wire.messages import Ask, Failure, NotDone, Ok
 from tfnb.errors import Cancelled
+from tfnb.graph import Spec
 from tfnb.kernels.random import REPLICA
-from tfnb.passes.flow.merges import Weight
+from tfnb.passes.flow.merges import ROWS, Weight, number_of
+from tfnb.state.batch_order import Rows
 
 EVERY = 100  # steps after which ranks compare their values
 
@@ -149,7 +151,7 @@ class Replica(TrainingLoop):
     def _together(self, given: PieceOrder, index: int, compute: Compute) -> int:
         """In the compute thread: one step after the other, for a while."""
         until = time.monotonic() + WHILE
-        group, data = self._group, None if self._ahead is None else self._ahead.data
+        group, data = self._group, self._data
         assert group is not None and given.part is not None
         while index < given.count:
             share = compute(partial(given.share, index, data, given.part.place))
@@ -164,11 +166,7 @@ class Replica(TrainingLoop):
                     group.sum(list(self._bucket.flats.values()))
                 raise
             if group.size > 1:
-                group.sum(list(self._bucket.flats.values()))
-                if not self._bucket.is_ready(group.size):
-                    raise NotDone(Failure(
-                        "Unavailable", "another rank could not take the step", {"missed": True, "peer": "another rank"}
-                    ))  # fmt: skip
+                _summed(group, self._bucket)
             averages = self._bucket.values() if group.size > 1 else pushes
             before = self._before_late(share)
             self._update(averages, share, compute)
@@ -196,17 +194,25 @@ class Replica(TrainingLoop):
         if not share.rows:
             self._bucket.clear(1)
             return [], []
-        out, pushes = compute(partial(self._program.run, share.feeds, self._values, share.run, self._host.name))
-        out = self._kept(out)
+        out, pushes = self._own(share, compute)
         brought = self._in_order(pushes)
         if self._meeting.size == 1:
             for push in pushes:
                 replace(push, weights=()).ensure_finite(self._host.name)  # no other rank has weight
         else:
-            whole = given.whole(index, None if self._ahead is None else self._ahead.data)
-            rows = share.rows / whole if whole else 1.0
-            self._bucket.fill(brought, rows, is_first=share.place == 0)
+            whole = given.whole(index, self._data)
+            self._bucket.fill(brought, share.rows / whole if whole else 1.0, is_first=share.place == 0)
         return out, brought
+
+    def _own(self, share: Share, compute: Compute) -> tuple[Out, list[Push]]:
+        """This rank's fetches and gradients from its rows."""
+        out, pushes = compute(partial(self._program.run, share.feeds, self._values, share.run, self._host.name))
+        return self._kept(out), pushes
+
+    @property
+    def _data(self) -> Rows | None:
+        """The data that was sent ahead."""
+        return None if self._ahead is None else self._ahead.data
 
     def _before_late(self, share: Share) -> dict[str, torch.Tensor]:
         """Copies of values for late fetches, taken before the update overwrites the originals in place."""
@@ -254,3 +260,121 @@ class Replica(TrainingLoop):
             begun.append((update, compute(partial(update.compute, feeds, storages, run))))
         for update, pending in begun:
             update.commit(pending)
+
+
+class LocalReplica(Replica):
+    """A rank that takes steps on its own, and has the mean over ranks after ``every`` of them, and after each piece.
+
+    Steps count when the ranks have met. Until then the values of the last meeting are kept: a rank that cannot go on
+    goes back to them.
+    """
+
+    def __init__(self, *about: Any, every: int, **ranks: Any) -> None:
+        super().__init__(*about, **ranks)
+        self._every = every
+        self._written = [key for update in self._updates.values() for key in update.writes]
+        self._means: Bucket | None = None  # of all that is written
+        self._met: list[torch.Tensor] = []  # values of the last meeting
+
+    def _together(self, given: PieceOrder, index: int, compute: Compute) -> int:
+        """In the compute thread: from meeting to meeting, for a while."""
+        until = time.monotonic() + WHILE
+        group = self._group
+        assert group is not None
+        while index < given.count:
+            end = min(given.count, index + self._every - index % self._every)
+            self._met = [self._values[key].clone() for key in self._written]
+            try:
+                steps = self._alone(given, index, end, compute)
+            except BaseException as error:
+                self._return()
+                if group.size > 1 and not isinstance(error, Cancelled):
+                    self._mean_bucket.clear(0)
+                    group.sum(list(self._mean_bucket.flats.values()))
+                raise
+            if steps is None:
+                break
+            try:
+                self._average(given, steps)
+            except BaseException:
+                self._return()
+                raise
+            before, self._latest = self._latest or 0, given.first + end - 1
+            self._log += [part for part, _ in steps if part is not None]
+            index = end
+            if before // EVERY != self._latest // EVERY:
+                ensure_equal(group, self._values, f"round {self._latest}")
+            if time.monotonic() > until or not self._is_wanted:
+                break
+        return index
+
+    def _alone(
+        self, given: PieceOrder, index: int, end: int, compute: Compute
+    ) -> list[tuple[_AppliedPart | None, int]] | None:
+        """Steps of this rank, with its rows of each and those of all; None once nobody wants them."""
+        assert given.part is not None
+        steps: list[tuple[_AppliedPart | None, int]] = []
+        for step in range(index, end):
+            if not self._is_wanted:
+                self._return()
+                return None
+            share = compute(partial(given.share, step, self._data, given.part.place))
+            part, begin = None, time.monotonic()
+            if share.rows:
+                out, pushes = self._own(share, compute)
+                for push in pushes:
+                    push.ensure_finite(self._host.name)
+                self._update(self._in_order([_counted(push) for push in pushes]), share, compute)
+                part = _AppliedPart(given.number, step, share.place, share.parts, share.rows, out)
+                self._computed_for(time.monotonic() - begin)
+            steps.append((part, given.whole(step, self._data)))
+        return steps
+
+    def _average(self, given: PieceOrder, steps: Sequence[tuple[_AppliedPart | None, int]]) -> None:
+        """Give all written Variables the mean over ranks, by the rows that each has computed."""
+        group, bucket = self._group, self._mean_bucket
+        assert group is not None and given.part is not None
+        if group.size == 1:
+            return
+        own, rows = sum(part.rows for part, _ in steps if part is not None), sum(rows for _, rows in steps)
+        if own:
+            share = own / rows if rows else 1 / group.size  # batches without rows: each rank has all of them
+            bucket.fill([self._values[key] for key in self._written], share, is_first=given.part.place == 0)
+        else:
+            bucket.clear(1)
+        _summed(group, bucket)
+        for key, mean in zip(self._written, bucket.values(), strict=True):
+            self._values[key].copy_(mean)
+
+    @property
+    def _mean_bucket(self) -> Bucket:
+        if self._means is None:
+            specs = [Spec.of(self._values[key]) for key in self._written]
+            kinds = ["grad" if spec.dtype.is_floating_point else "value" for spec in specs]
+            self._means = Bucket(kinds, specs)
+        return self._means
+
+    def _return(self) -> None:
+        """Go back to the values of the last meeting."""
+        for key, value in zip(self._written, self._met, strict=True):
+            self._values[key].copy_(value)
+
+
+def _counted(push: Push) -> Push:
+    """A contribution whose gradients are zero where nothing counts in the loss of its rows."""
+    weights = push.weights or (ROWS,) * len(push.tensors)
+    tensors = [
+        torch.zeros_like(tensor)
+        if name is not None and not weight.of(number_of(weight, push.tensors, 1.0)) else tensor
+        for name, tensor, weight in zip(push.grads, push.tensors, weights, strict=True)
+    ]  # fmt: skip
+    return replace(push, tensors=tuple(tensors))
+
+
+def _summed(group: Group, bucket: Bucket) -> None:
+    """Sum a bucket over all ranks, which must all be ready."""
+    group.sum(list(bucket.flats.values()))
+    if not bucket.is_ready(group.size):
+        raise NotDone(Failure(
+            "Unavailable", "another rank could not take the step", {"missed": True, "peer": "another rank"}
+        ))  # fmt: skip

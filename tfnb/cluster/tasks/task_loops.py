@@ -14,7 +14,7 @@ from tfnb.cluster.tasks.computing import in_thread
 from tfnb.cluster.tasks.data import Data
 from tfnb.cluster.tasks.pieces import PieceOrder, Prefetch
 from tfnb.cluster.tasks.programs import ComputeProgram, LateProgram, ShardProgram
-from tfnb.cluster.tasks.replicas import Replica
+from tfnb.cluster.tasks.replicas import LocalReplica, Replica
 from tfnb.cluster.tasks.resident import LoopHost, TrainingLoop
 from tfnb.cluster.wire.messages import Ok, Refusal, Request
 from tfnb.state.batch_order import RowOrder
@@ -115,17 +115,21 @@ class Loops:
             elif missing := [plan for _, plan in meta["updates"] if plan not in self._updates]:
                 return Refusal("unknown-plan", ", ".join(missing))
             else:
-                self._loops[name] = self._replica(about, Rendezvous(*meta["meeting"]), meta["updates"])
+                meeting, every = Rendezvous(*meta["meeting"]), int(meta["every"])
+                self._loops[name] = self._replica(about, meeting, meta["updates"], every)
         self._loops[name].lend(PieceOrder.of(meta, request.tensors))
         return Ok()
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
-    def _replica(self, about: Sequence[Any], meeting: Rendezvous, updates: Sequence[tuple[int, str]]) -> TrainingLoop:
-        """The loop of a rank."""
+    def _replica(
+        self, about: Sequence[Any], meeting: Rendezvous, updates: Sequence[tuple[int, str]], every: int
+    ) -> TrainingLoop:
+        """The loop of a rank. every: steps between two meetings, 0 for a sum in each step."""
         programs = {int(shard): self._updates[plan] for shard, plan in updates}
         store = self._stores.pop(meeting.name, None)
-        return Replica(*about, updates=programs, meeting=meeting, store=store, here=self._host.host)
+        ranks: dict[str, Any] = {"updates": programs, "meeting": meeting, "store": store, "here": self._host.host}
+        return LocalReplica(*about, every=every, **ranks) if every else Replica(*about, **ranks)
 
     async def _meet(self, request: Request) -> Ok:
         """Let the other ranks of a generation meet here; earlier meeting points of the same training are closed."""
