@@ -243,7 +243,9 @@ def mode_of(
     if mode not in MODES:
         near = difflib.get_close_matches(mode, [*MODES, *LATER], 1)
         nearest = f"; near: {near[0]!r}" if near else ""
-        raise InvalidArgument(f"unknown mode {mode!r}{nearest}; there are: {', '.join(MODES)}")
+        raise InvalidArgument(
+            f"unknown mode {mode!r}{nearest}; there are: {', '.join(MODES)}, tfnb.train.LocalSGD and SyncReplicas"
+        )
     if isinstance(backup, bool) or not isinstance(backup, int) or backup < 0:
         raise InvalidArgument(f"backup is the number of spare tasks, an int of at least 0, not {backup!r}")
     if backup and mode != "sync":

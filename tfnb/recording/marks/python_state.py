@@ -146,6 +146,8 @@ class PythonReads:
         self.functions: list[FunctionType] = []  # of the program, that the block may call
         self._shared: list[tuple[SourceLine | None, torch.Tensor, torch.Tensor]] = []  # with NumPy: with copies
         self._environment: dict[str, str] = {}  # variables of the environment that the program read; empty for none
+        self._followed: set[FunctionType] = set()
+        self._readable: dict[tuple[type, frozenset[str]], _ReadableAttributes] = {}
         self._names_read = attributes  # of any object, by the block and by functions of the program
         for read, value in list(self._reads.items()):
             if isinstance(value, type) and issubclass(value, torch.autograd.Function):
@@ -181,8 +183,12 @@ class PythonReads:
 
     def _follow(self, function: FunctionType) -> None:
         """Note the globals and attribute names read by a function of the program that the block may call."""
+        if function in self._followed:
+            return
+        self._followed.add(function)
         found = function_reads(function)
-        self._names_read |= found.attributes
+        if not found.attributes <= self._names_read:
+            self._names_read |= found.attributes
         self.functions += found.functions
         for read, table in found.globals:
             namespace = Namespace(table)
@@ -210,7 +216,10 @@ class PythonReads:
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                 self._enter_function(behind(hook) or vars(type(hook)).get("__call__"))
             names = self._names_of(type(module), has_hooks=bool(module._forward_pre_hooks or module._forward_hooks))
-            before = dict(_read_attributes(module, self._names_read))
+            key = type(module), self._names_read
+            if key not in self._readable:
+                self._readable[key] = _ReadableAttributes.of(*key)
+            before = self._readable[key].values(module)
             copies = {n: _kept(v, names) for n, v in before.items() if not _is_plain(v)}
             label = f"{'.'.join(self._rec.scopes.path)} ({type(module).__name__})"
             found = _ModuleVisit(module, label, self._rec.where(), before, copies, names, [], module.training)
@@ -653,32 +662,37 @@ def _found_attribute(find: Callable[[], Any], name: str) -> Any:
     return getattr(find(), name, MISSING)
 
 
-def _read_attributes(module: torch.nn.Module, names: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """The attributes that code may read, with their values; MISSING for those that a forward may make. Hooks, too.
+class _ReadableAttributes(NamedTuple):
+    """Attributes of the modules of a class that code may read.
 
-    names: the attributes that functions of the program read of any object, to which a forward may hand the module.
+    ``sure``: by its forward; ``others``: by functions to which a forward may hand the module. ``defaults``: those that
+    the class has, or MISSING of those that a forward may make.
     """
-    own, kind = module.__dict__, type(module)
-    reads, is_own = attribute_reads(kind), is_of_program(kind)
-    others = (names if is_own else names & own.keys()) - _MODULE
-    for name in (*reads, *(others - attribute_uses(kind))) if others else reads:
-        if name in own and name != "training":
-            yield name, own[name]
-        elif is_own and name not in _MODULE and name != "training":
+
+    sure: tuple[str, ...]
+    others: frozenset[str]
+    defaults: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, kind: type, names: frozenset[str]) -> _ReadableAttributes:
+        """The attributes of one class. names: the attributes that functions of the program read of any object."""
+        sure = tuple(name for name in attribute_reads(kind) if name != "training")
+        others = names.difference(attribute_uses(kind), _MODULE, ("training",))
+        defaults: dict[str, Any] = {}
+        for name in (*sure, *others) if is_of_program(kind) else ():
             found = inspect.getattr_static(kind, name, MISSING)
-            is_made = name in reads or found is not MISSING
-            if is_made and not isinstance(found, FunctionType | property | type):
-                yield name, MISSING if isinstance(found, cached_property) else found
-    for name in ("_forward_pre_hooks", "_forward_hooks"):
-        if own[name]:
-            yield name, own[name]
+            is_made = name in sure or found is not MISSING
+            if is_made and name not in _MODULE and not isinstance(found, FunctionType | property | type):
+                defaults[name] = MISSING if isinstance(found, cached_property) else found
+        return cls(sure, others, defaults)
 
-
-def _items(value: Any) -> dict[Any, Any]:
-    """The items of a short list, dict or set by their keys."""
-    if isinstance(value, dict):
-        return dict(value)
-    return dict(enumerate(value)) if isinstance(value, list | deque) else dict.fromkeys(map(id, value))
+    def values(self, module: torch.nn.Module) -> dict[str, Any]:
+        """Those of a module; its hooks, too."""
+        own = module.__dict__
+        found = {name: own[name] for name in self.sure if name in own}
+        found |= {name: own[name] for name in self.others & own.keys()}
+        found |= {name: value for name, value in self.defaults.items() if name not in own}
+        return found | {name: own[name] for name in ("_forward_pre_hooks", "_forward_hooks") if own[name]}
 
 
 def _variables(nodes: Iterable[Node]) -> list[Variable]:
