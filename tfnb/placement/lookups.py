@@ -12,11 +12,11 @@ from tfnb.placement.shards import LARGE, nbytes
 
 LEAST = 1 << 20  # bytes of a Variable of which rows are asked for: a smaller one is sent whole, with other values.
 # One that the step does not write is sent once, and whole up to `LARGE`.
-EMBEDDING = "aten.embedding.default"
+GATHERS = ("aten.embedding.default", "aten.index_select.default")  # a table first, then row numbers
 
 
 class LookUp(NamedTuple):
-    """``value``: rows of ``variable`` in a graph; ``at``: their row numbers, known from the feeds alone."""
+    """``value``: rows of ``variable`` in a graph; ``at``: their row numbers, which follow from feeds and draws."""
 
     value: Value
     at: Value
@@ -32,7 +32,7 @@ def lookups(
     """
     found = []
     for node in prune(graph, outputs, feeds).nodes:
-        if node.op != EMBEDDING or Value(node.id) in feeds:
+        if node.op not in GATHERS or node.attrs.get("dim", 0) != 0 or Value(node.id) in feeds:
             continue
         table = graph.contents.by_id[node.inputs[0].node]
         if (
@@ -47,6 +47,5 @@ def lookups(
 
 
 def _is_known(graph: Graph, index: Value, feeds: Sequence[Value]) -> bool:
-    """Whether a value follows from the feeds, without state and without random numbers."""
-    nodes = prune(graph, [index], feeds).nodes
-    return not any(node.op == "tfnb.read" or node.stream is not None or uses_queues(node) for node in nodes)
+    """Whether a value follows from the feeds and the number of the run, which random numbers depend on."""
+    return not any(node.op == "tfnb.read" or uses_queues(node) for node in prune(graph, [index], feeds).nodes)
