@@ -74,6 +74,13 @@ def shards_of(ids: Tensor, rows: int, shards: int, by_range: bool) -> tuple[Tens
     return shard, torch.where(shard < longer, ids % (size + 1), (ids - longer) % max(1, size))
 
 
+def _ensure_rows(smallest: Tensor, largest: Tensor, rows: int, table: str) -> None:
+    """Raise IndexError for ids that the table does not have, by the extremes."""
+    if smallest < 0 or largest >= rows:
+        bad = int(smallest) if smallest < 0 else int(largest)
+        raise IndexError(f"id {bad} is not within the {rows} rows of {table}: ids are 0 to {rows - 1}")
+
+
 def _fake_part(ids: Tensor, rows: int, shards: int, by_range: bool, table: str) -> list[Tensor]:
     count = torch.library.get_ctx().new_dynamic_size
     numbers = [ids.new_empty([count()], dtype=torch.int64) for _ in range(shards)]
@@ -88,12 +95,24 @@ def part(ids: Tensor, rows: int, shards: int, by_range: bool, table: str) -> lis
     Raises IndexError for an id that the table does not have.
     """
     found, which = torch.unique(ids.reshape(-1).long(), return_inverse=True)
-    if found.numel() and (found[0] < 0 or found[-1] >= rows):  # ascending: the ends are the extremes
-        bad = found[0] if found[0] < 0 else found[-1]
-        raise IndexError(f"id {int(bad)} is not within the {rows} rows of {table}: ids are 0 to {rows - 1}")
+    if found.numel():
+        _ensure_rows(found[0], found[-1], rows, table)  # in ascending order
     shard, row = shards_of(found, rows, shards, by_range)
     order = torch.argsort(shard, stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     counts = torch.bincount(shard, minlength=shards).tolist()
     return [*(numbers.clone() for numbers in row[order].split(counts)), places[which].reshape(ids.shape)]
+
+
+def _fake_owned(ids: Tensor, rows: int, shards: int, by_range: bool, shard: int, table: str) -> tuple[Tensor, Tensor]:
+    return ids.new_empty(ids.shape, dtype=torch.bool), ids.new_empty(ids.shape, dtype=torch.int64)
+
+
+@op("(Tensor ids, SymInt rows, int shards, bool by_range, int shard, str table) -> (Tensor, Tensor)", _fake_owned)
+def owned(ids: Tensor, rows: int, shards: int, by_range: bool, shard: int, table: str) -> tuple[Tensor, Tensor]:
+    """Whether a shard holds each id, and the row number there, 0 elsewhere. Raises IndexError as `part` does."""
+    if ids.numel():
+        _ensure_rows(*torch.aminmax(ids), rows, table)
+    of, row = shards_of(ids.long(), rows, shards, by_range)
+    return of == shard, torch.where(of == shard, row, 0)

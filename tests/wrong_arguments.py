@@ -432,8 +432,12 @@ class World:
 
     def _nn(self) -> dict[str, Call]:
         """Sharded tables and losses over many classes."""
-        labels, drawn = torch.tensor([[0], [1]]), (torch.tensor([3, 4]), torch.ones(2, 1), torch.ones(2))
-        some = {"weights": torch.ones(9, 3), "biases": torch.ones(9), "labels": labels, "inputs": torch.ones(2, 3),
+        labels, ones, drawn = (
+            torch.tensor([[0], [1]]),
+            torch.ones(2, 3),
+            (torch.tensor([3, 4]), torch.ones(2, 1), torch.ones(2)),
+        )
+        some = {"weights": torch.ones(9, 3), "biases": torch.ones(9), "labels": labels, "inputs": ones,
                 "num_sampled": 2, "num_classes": 9, "sampled_values": drawn}  # fmt: skip
         return {
             "embedding_lookup": Call(tfnb.nn.embedding_lookup, {
@@ -442,6 +446,8 @@ class World:
                 "true_classes": labels, "num_true": 1, "num_sampled": 2, "unique": True, "range_max": 9}),
             "sampled_softmax_loss": Call(tfnb.nn.sampled_softmax_loss, some),
             "nce_loss": Call(tfnb.nn.nce_loss, some),
+            "sharded_softmax_loss": Call(tfnb.nn.sharded_softmax_loss, {
+                "weights": torch.ones(9, 3), "biases": None, "labels": torch.tensor([0, 8]), "inputs": ones}),
             "SampledClasses": Call(tfnb.nn.SampledClasses, tfnb.nn.SampledClasses(*drawn)._asdict()),
         }  # fmt: skip
 

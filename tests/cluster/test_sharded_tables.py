@@ -1,4 +1,4 @@
-"""Tables in shards on a real cluster: the values of one process, and the bytes of row numbers and rows alone (S-162)."""
+"""Tables in shards on a real cluster: values of one process, and the bytes of row numbers and rows alone (S-162)."""
 
 from __future__ import annotations
 

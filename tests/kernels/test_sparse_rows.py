@@ -117,3 +117,16 @@ def test_an_id_that_the_table_lacks_is_named(bad: int) -> None:
 def test_part_passes_opcheck(ids: list[int]) -> None:
     args = (torch.tensor(ids, dtype=torch.int64), 5, 3, True, "t")
     torch.library.opcheck(ops.part.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("by_range", [False, True])
+def test_each_id_is_owned_by_the_shard_that_lists_it(by_range: bool) -> None:
+    ids = torch.arange(13, dtype=torch.int32).reshape(13, 1)
+    for shard, mine in enumerate(DEALT[by_range]):
+        is_own, row = ops.owned(ids, 13, 5, by_range, shard, "t")
+        assert ids[is_own].tolist() == mine and row[is_own].tolist() == [*range(len(mine))]
+        assert not row[~is_own].any() and is_own.shape == row.shape == ids.shape
+    args = (ids, 13, 5, by_range, 1, "t")
+    torch.library.opcheck(ops.owned.default, args, test_utils=("test_schema", "test_faketensor"))
+    with pytest.raises(IndexError, match="id 13 is not within the 13 rows of t"):
+        ops.owned(torch.tensor([[2], [13]]), 13, 5, by_range, 0, "t")

@@ -78,8 +78,15 @@ class ShardedTable(NamedTuple):
 
     def part(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """The distinct row numbers for each shard, and last the place of each id among all row numbers."""
+        return self._asked(torch.ops.tfnb.part, ids)
+
+    def owned(self, ids: torch.Tensor, shard: int) -> list[torch.Tensor]:
+        """Whether a shard holds each id, and the row number there, 0 elsewhere."""
+        return self._asked(torch.ops.tfnb.owned, ids, shard)
+
+    def _asked(self, op: Any, ids: torch.Tensor, *given: int) -> list[torch.Tensor]:
         try:
-            return list(torch.ops.tfnb.part(ids, self.rows, len(self.shards), self.by_range, self.name))
+            return list(op(ids, self.rows, len(self.shards), self.by_range, *given, self.name))
         except IndexError as error:  # outside of a recording
             raise InvalidArgument(str(error)) from None
 
