@@ -100,6 +100,8 @@ def _count(w: torch.Tensor, start: float, rule: UpdateRule) -> torch.Tensor:
 
 
 def _full(w: torch.Tensor, value: float) -> torch.Tensor:
+    if value == 0:
+        return zeros_like(w)  # of a table of zeros it takes memory where it is written
     return torch.full_like(w, complex(value, value) if w.is_complex() else value)
 
 
