@@ -122,7 +122,7 @@ def test_rows_that_index_select_or_random_draws_pick_are_looked_up() -> None:
         ids = tfnb.placeholder(torch.tensor([1, 2]), name="ids")
         picked = table.read().index_select(0, ids).sum() + numbers.read().index_select(0, ids).sum()
         loss = picked + F.embedding(torch.randint(ROWS, (3,)), table.read()).sum()
-        columns = table.read().index_select(1, ids).sum()
+        columns = table.read().index_select(1, ids).sum() + table.read().index_select(0, ids[0]).sum()
     written = {table.key, numbers.key}
     found = lookups(graph, [loss.value], [ids.value], written=written)
     assert [each.variable.name for each in found] == ["table", "numbers", "table"]

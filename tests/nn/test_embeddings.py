@@ -189,3 +189,14 @@ def test_over_tasks_only_row_numbers_rows_and_their_gradients_cross(partition: s
         assert not isinstance(spec.shape[0], int) and "B" not in str(spec.shape[0]), (
             f"{spec} is no number of distinct ids"
         )
+
+
+def test_a_shard_on_a_server_is_looked_up_by_tasks() -> None:
+    """A server does updates only, and refuses other nodes that ask for it."""
+    with tfnb.record() as graph:
+        with tfnb.device("ps:0"):
+            shard = tfnb.Variable(WHOLE, name="shard")
+        ids = tfnb.placeholder(IDS, name="ids")
+        rows = embedding_lookup([shard], ids)
+    assert shard.request is not None and rows is not None
+    assert all(node.device is None for node in graph.nodes)

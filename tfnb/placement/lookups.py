@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from tfnb.graph import Graph, Value, Variable
+from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes import prune
 from tfnb.placement.shards import LARGE, nbytes
 
 LEAST = 1 << 20  # bytes of a Variable of which rows are asked for: a smaller one is sent whole, with other values.
 # One that the step does not write is sent once, and whole up to `LARGE`.
-GATHERS = ("aten.embedding.default", "aten.index_select.default")  # a table first, then row numbers
+EMBEDDING, SELECT = "aten.embedding.default", "aten.index_select.default"  # of a table, and row numbers
 
 
 class LookUp(NamedTuple):
@@ -32,7 +32,7 @@ def lookups(
     """
     found = []
     for node in prune(graph, outputs, feeds).nodes:
-        if node.op not in GATHERS or node.attrs.get("dim", 0) != 0 or Value(node.id) in feeds:
+        if not _is_gather(graph, node) or Value(node.id) in feeds:
             continue
         table = graph.contents.by_id[node.inputs[0].node]
         if (
@@ -44,6 +44,15 @@ def lookups(
     left = prune(graph, outputs, (*feeds, *(each.value for each in found)))
     whole = {node.attrs["variable"] for node in left.nodes if node.op == "tfnb.read"}
     return tuple(each for each in found if each.variable not in whole)
+
+
+def _is_gather(graph: Graph, node: Node) -> bool:
+    """Whether a node gives rows of its first operand, one for each number in the second."""
+    if node.op == SELECT:
+        index = node.inputs[1]
+        numbers = graph.contents.by_id[index.node].outputs[index.index]
+        return node.attrs["dim"] == 0 and len(numbers.shape) == 1
+    return node.op == EMBEDDING
 
 
 def _is_known(graph: Graph, index: Value, feeds: Sequence[Value]) -> bool:
