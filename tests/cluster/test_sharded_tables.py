@@ -142,3 +142,19 @@ def test_a_sampled_loss_reads_the_rows_of_its_classes_alone(connected, dask) -> 
         count = len(ids.unique())
         rest = moved(dask) - before - ENDS * (2 * count * (8 + ROW) + 4 * classes + count * (8 + 4))
         assert at == 0 or 0 <= rest < 4096, "inputs, and no row that is not used"
+    assert numbers_off() == [0, 0, 0], "each task reads the rows that it draws"
+
+
+def numbers_off() -> list[float]:
+    """How far rows that hold their own number are from the drawn ids, in each epoch of a training over all tasks."""
+    rows = 1 << 19
+    shards = [torch.arange(at, rows, SHARDS, dtype=torch.float64).unsqueeze(1) for at in range(SHARDS)]
+    with tfnb.record("numbers"):
+        y = tfnb.placeholder(torch.arange(4), shape=("B",), name="y")
+        weights = [tfnb.Variable(shard, name=f"n{at}") for at, shard in enumerate(shards)]
+        ids = tfnb.nn.log_uniform_sampler(y.unsqueeze(1), 1, 50, True, rows).sampled_candidates
+        found = tfnb.nn.embedding_lookup(weights, ids).squeeze(1)
+        off = (found - ids).abs().max() + 0 * y.sum()
+        step = tfnb.train.SGD(0.0).minimize(found.mean() * (y + 1.0).mean())
+    result = tfnb.fit(step, {y: torch.arange(32)}, batch_size=8, epochs=3, watch={"off": off})
+    return [entry["off"] for entry in result.history]
