@@ -200,3 +200,15 @@ def test_a_shard_on_a_server_is_looked_up_by_tasks() -> None:
         rows = embedding_lookup([shard], ids)
     assert shard.request is not None and rows is not None
     assert all(node.device is None for node in graph.nodes)
+
+
+def test_a_shard_is_looked_up_where_it_was_read() -> None:
+    shard = tfnb.Variable(WHOLE, name="shard")
+    with tfnb.record() as graph:
+        ids = tfnb.placeholder(IDS, name="ids")
+        with tfnb.device("task:1"):
+            read = shard.read()
+        rows = embedding_lookup([read], ids)
+        step = tfnb.train.SGD(0.1).minimize(rows.sum())
+    gathers = [node for node in graph.nodes if node.op == "aten.index_select.default"]
+    assert [node.device for node in gathers] == ["task:1", None] and step is not None

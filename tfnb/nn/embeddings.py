@@ -113,7 +113,8 @@ def embedding_lookup(
     does, and the gradient flows through the scaling; the table stays as it is (``F.embedding`` writes it).
 
     A shard that was made, or read, under ``tfnb.device("task:1")`` is looked up on that task. Row numbers travel
-    there, of each distinct id once, and rows travel back; so do the gradients of these rows. No shard ever travels.
+    there, of each distinct id once, and rows travel back; so do the gradients of these rows. Of a large shard on a
+    server tasks read rows, and a small one whole.
 
     Raises InvalidArgument for an id that the table does not have, and for ids that are no integers; ShapeError for
     shards of other sizes.
