@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 
-def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def op(
+    schema: str, fake: Callable[..., Any], tags: Sequence[torch.Tag] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define ``tfnb::NAME`` from a function of the same name."""
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         name = f"tfnb::{function.__name__}"
-        torch.library.define(name, schema)
+        torch.library.define(name, schema, tags=tags)
         torch.library.impl(name, "CompositeExplicitAutograd", torch.no_grad()(function))
         torch.library.register_fake(name, fake)
         return function

@@ -6,12 +6,16 @@ take a ``generator`` get one; for the others the default generator is borrowed u
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
+
+from tfnb.kernels.define import op
 
 _borrow = threading.Lock()
 _MASK = (1 << 64) - 1
@@ -71,3 +75,43 @@ def drawn(op: OpOverload, generator: torch.Generator, args: tuple[Any, ...], kwa
             if not shares:
                 generator.set_state(default.get_state())
             getattr(default, put)(before)
+
+
+def log_uniform(classes: Tensor, count: int) -> Tensor:
+    """The probability of each class among ``count`` classes, float64: ``log((k + 2) / (k + 1)) / log(count + 1)``.
+
+    >>> 4 * log_uniform(torch.tensor([0]), 10)
+    tensor([1.1563], dtype=torch.float64)
+    """
+    return torch.log1p(1 / (classes.double() + 1)) / math.log(count + 1)
+
+
+def _fake_draw(like: Tensor, count: int, classes: int, unique: bool) -> tuple[Tensor, Tensor]:
+    return like.new_empty([count], dtype=torch.int64), like.new_empty([], dtype=torch.int64)
+
+
+@op(
+    "(Tensor like, int count, int classes, bool unique) -> (Tensor ids, Tensor tries)", _fake_draw,
+    tags=(torch.Tag.nondeterministic_seeded,),
+)  # fmt: skip
+def log_uniform_draw(like: Tensor, count: int, classes: int, unique: bool) -> tuple[Tensor, Tensor]:
+    """Classes drawn by their log-uniform probabilities, and the number of draws; ``like`` says the device.
+
+    unique: a class that was drawn before is drawn again, until there are ``count`` distinct ones.
+    """
+    if not unique:
+        return _drawn(like, count, classes), torch.tensor(count, device=like.device)
+    seen: dict[int, None] = {}
+    tries, block = 0, list[int]()
+    while len(seen) < count:
+        tries += len(block)
+        block = _drawn(like, count, classes).tolist()
+        seen |= dict.fromkeys(block)
+    ids = [*seen][:count]
+    tries += block.index(ids[-1]) + 1 if count else 0
+    return torch.tensor(ids, dtype=torch.int64, device=like.device), torch.tensor(tries, device=like.device)
+
+
+def _drawn(like: Tensor, count: int, classes: int) -> Tensor:
+    draws = torch.rand(count, dtype=torch.float64, device=like.device)
+    return (draws * math.log(classes + 1)).exp().long().sub_(1).clamp_(0, classes - 1)

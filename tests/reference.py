@@ -18,7 +18,7 @@ from pdoc import doc, render
 import tfnb
 from tfnb.magics.extension import TfnbMagics
 
-MODULES = ("tfnb", "tfnb.train", "tfnb.datasets", "tfnb.summary", "tfnb.errors")
+MODULES = ("tfnb", "tfnb.train", "tfnb.nn", "tfnb.datasets", "tfnb.summary", "tfnb.errors")
 MAGICS = "tfnb_magics"
 
 

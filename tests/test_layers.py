@@ -32,6 +32,7 @@ BELOW = {
     "cluster": "execution placement escaping",
     "control_flow": "recording",
     "train": "gradients state control_flow",
+    "nn": "gradients",
     "eager": "train",
     "session": "cluster control_flow execution gradients placement state",
     "interop": "session",

@@ -167,7 +167,8 @@ class World:
 
     def calls(self) -> dict[str, Call]:
         """Calls by name; each may be made again and again."""
-        return {name: call.whole for name, call in {**self._core(), **self._state(), **self._train()}.items()}
+        return {name: call.whole for name, call in {
+            **self._core(), **self._state(), **self._train(), **self._nn()}.items()}  # fmt: skip
 
     def _core(self) -> dict[str, Call]:
         """Graphs, Variables, runs and control flow."""
@@ -430,6 +431,27 @@ class World:
             "Snapshots.restore": Call(shots.restore, {"step": 0}),
         }  # fmt: skip
 
+    def _nn(self) -> dict[str, Call]:
+        """Sharded tables and losses over many classes."""
+        labels, ones, drawn = (
+            torch.tensor([[0], [1]]),
+            torch.ones(2, 3),
+            (torch.tensor([3, 4]), torch.ones(2, 1), torch.ones(2)),
+        )
+        some = {"weights": torch.ones(9, 3), "biases": torch.ones(9), "labels": labels, "inputs": ones,
+                "num_sampled": 2, "num_classes": 9, "sampled_values": drawn}  # fmt: skip
+        return {
+            "embedding_lookup": Call(tfnb.nn.embedding_lookup, {
+                "params": [torch.ones(2, 3), torch.ones(1, 3)], "ids": labels, "max_norm": 1.0}),
+            "log_uniform_sampler": Call(tfnb.nn.log_uniform_sampler, {
+                "true_classes": labels, "num_true": 1, "num_sampled": 2, "unique": True, "range_max": 9}),
+            "sampled_softmax_loss": Call(tfnb.nn.sampled_softmax_loss, some),
+            "nce_loss": Call(tfnb.nn.nce_loss, some),
+            "sharded_softmax_loss": Call(tfnb.nn.sharded_softmax_loss, {
+                "weights": torch.ones(9, 3), "biases": None, "labels": torch.tensor([0, 8]), "inputs": ones}),
+            "SampledClasses": Call(tfnb.nn.SampledClasses, tfnb.nn.SampledClasses(*drawn)._asdict()),
+        }  # fmt: skip
+
 
 ABSENT = {
     "tfnb makes them": "Cluster Node Operation Progress Recovery RunHandle RunResult Tensor Watch",
@@ -454,7 +476,7 @@ ABSENT = {
 
 def public() -> Iterator[str]:
     """Names of public functions, classes and their methods that take arguments."""
-    for item in (getattr(module, name) for module in (tfnb, tfnb.train) for name in module.__all__):
+    for item in (getattr(module, name) for module in (tfnb, tfnb.train, tfnb.nn) for name in module.__all__):
         if not isinstance(item, ModuleType) and inspect.signature(item).parameters:
             yield item.__name__
         for name, method in inspect.getmembers(item, inspect.isroutine) if isinstance(item, type) else ():

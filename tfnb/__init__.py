@@ -64,6 +64,7 @@ _ROOMS = (
     "control_flow",
     "datasets",
     "errors",
+    "nn",
     "recording",
     "session",
     "state",
@@ -74,7 +75,7 @@ _ROOMS = (
 )
 _FROM = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = sorted({*_FROM, "datasets", "errors", "summary", "train"})
+__all__ = sorted({*_FROM, "datasets", "errors", "nn", "summary", "train"})
 
 
 class _Package(ModuleType):

@@ -115,6 +115,20 @@ def test_a_table_that_is_needed_whole_is_looked_up_nowhere() -> None:
     assert not lookups(rows.graph, [rows.loss.value], [feed.value for feed in rows.feeds]), "it is sent once"
 
 
+def test_rows_that_index_select_or_random_draws_pick_are_looked_up() -> None:
+    table = tfnb.Variable(torch.randn(ROWS, WIDTH, dtype=torch.float64), name="table")
+    numbers = tfnb.Variable(torch.randn(1 << 18), name="numbers")
+    with tfnb.record() as graph:
+        ids = tfnb.placeholder(torch.tensor([1, 2]), name="ids")
+        picked = table.read().index_select(0, ids).sum() + numbers.read().index_select(0, ids).sum()
+        loss = picked + F.embedding(torch.randint(ROWS, (3,)), table.read()).sum()
+        columns = table.read().index_select(1, ids).sum() + table.read().index_select(0, ids[0]).sum()
+    written = {table.key, numbers.key}
+    found = lookups(graph, [loss.value], [ids.value], written=written)
+    assert [each.variable.name for each in found] == ["table", "numbers", "table"]
+    assert not lookups(graph, [columns.value], [ids.value], written=written)
+
+
 def test_a_row_that_is_named_often_travels_once() -> None:
     table, index = torch.randn(10, 3), torch.tensor([[7, 2, 7], [9, 2, 2]], dtype=torch.int32)
     for pieces in ([Piece(0, "t")], [Piece(0, "t", (0, 4)), Piece(1, "t.1", (4, 10))]):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tfnb.kernels.optim import FUSED
+from tfnb.kernels.sparse_rows import shards_of
 
 ops = torch.ops.tfnb
 
@@ -58,3 +61,72 @@ def test_gradient_that_does_not_fit_is_refused_before_anything_is_written():
         FUSED["tfnb.sgd_rows.default"](rows, lr=1.0)
     assert not w.any()
     assert not other.any()
+
+
+# -- shards (semantics S-160, S-161, S-163) ----------------------------------------
+
+DEALT = {
+    False: [[0, 5, 10], [1, 6, 11], [2, 7, 12], [3, 8], [4, 9]],
+    True: [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10], [11, 12]],
+}
+
+
+def dealt(rows: int, shards: int, by_range: bool) -> list[list[int]]:
+    """The ids of each shard, by row."""
+    shard, row = shards_of(torch.arange(rows), rows, shards, by_range)
+    found: list[dict[int, int]] = [{} for _ in range(shards)]
+    for at, (p, r) in enumerate(zip(shard.tolist(), row.tolist(), strict=True)):
+        assert found[p].setdefault(r, at) == at, "two ids have one row"
+    assert all(sorted(each) == [*range(len(each))] for each in found), "a row has no id"
+    return [[each[r] for r in range(len(each))] for each in found]
+
+
+@pytest.mark.parametrize("by_range", [False, True])
+def test_thirteen_ids_on_five_shards(by_range: bool) -> None:
+    assert dealt(13, 5, by_range) == DEALT[by_range]
+
+
+@pytest.mark.parametrize("by_range", [False, True])
+def test_each_id_has_one_row_and_the_first_shards_are_longer(by_range: bool) -> None:
+    for rows in range(51):
+        for shards in range(1, 13):
+            lengths = [len(each) for each in dealt(rows, shards, by_range)]
+            assert lengths == [rows // shards + (p < rows % shards) for p in range(shards)]
+
+
+@given(
+    ids=st.lists(st.integers(0, 29), max_size=40), shards=st.integers(1, 40), by_range=st.booleans(), wide=st.booleans()
+)
+def test_part_then_stitch_gives_the_rows_of_the_ids(
+    ids: list[int], shards: int, by_range: bool, wide: bool
+) -> None:  # fmt: skip
+    wanted = torch.tensor(ids, dtype=torch.int64 if wide else torch.int32).reshape(-1, 1)
+    *numbers, places = ops.part(wanted, 30, shards, by_range, "t")
+    tables = [torch.tensor(each, dtype=torch.int64) for each in dealt(30, shards, by_range)]
+    assert sum(map(len, numbers)) == len({*ids}), "a duplicate is sent"
+    assert torch.equal(torch.cat([t[at] for t, at in zip(tables, numbers, strict=True)])[places], wanted.long())
+
+
+@pytest.mark.parametrize("bad", [-1, 30])
+def test_an_id_that_the_table_lacks_is_named(bad: int) -> None:
+    with pytest.raises(IndexError, match=f"id {bad} is not within the 30 rows of table t"):
+        ops.part(torch.tensor([3, bad]), 30, 4, False, "table t")
+
+
+@pytest.mark.parametrize("ids", [[], [4, 4, 0]])
+def test_part_passes_opcheck(ids: list[int]) -> None:
+    args = (torch.tensor(ids, dtype=torch.int64), 5, 3, True, "t")
+    torch.library.opcheck(ops.part.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("by_range", [False, True])
+def test_each_id_is_owned_by_the_shard_that_lists_it(by_range: bool) -> None:
+    ids = torch.arange(13, dtype=torch.int32).reshape(13, 1)
+    for shard, mine in enumerate(DEALT[by_range]):
+        is_own, row = ops.owned(ids, 13, 5, by_range, shard, "t")
+        assert ids[is_own].tolist() == mine and row[is_own].tolist() == [*range(len(mine))]
+        assert not row[~is_own].any() and is_own.shape == row.shape == ids.shape
+    args = (ids, 13, 5, by_range, 1, "t")
+    torch.library.opcheck(ops.owned.default, args, test_utils=("test_schema", "test_faketensor"))
+    with pytest.raises(IndexError, match="id 13 is not within the 13 rows of t"):
+        ops.owned(torch.tensor([[2], [13]]), 13, 5, by_range, 0, "t")

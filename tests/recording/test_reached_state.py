@@ -323,3 +323,14 @@ def test_what_each_call_sets_before_it_is_read_is_no_state() -> None:
         net.loss = loss(net.x) + net.weight
         net.train = tfnb.train.SGD(0.1).minimize(net.loss)
     assert net.train is not None
+
+
+def test_row_sparse_gradients_may_be_kept_in_a_block_that_asks_for_them() -> None:
+    kept = SimpleNamespace()
+    table = tfnb.Variable(torch.ones(5, 2), name="table")
+    with tfnb.record():
+        ids = tfnb.placeholder(torch.tensor([1, 2]), name="ids")
+        if not hasattr(kept, "gradients"):
+            kept.gradients = tfnb.gradients(nn.functional.embedding(ids, table).sum(), [table])
+    (gradient,) = kept.gradients
+    assert isinstance(gradient, tfnb.IndexedSlices)

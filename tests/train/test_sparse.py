@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 import tfnb
 from tfnb import train
 from tfnb.errors import InvalidArgument
+from tfnb.graph import lazy_memory
 
 ROWS, WIDTH = 13, 5
 EXACT = {
@@ -243,3 +245,14 @@ def test_fit_trains_a_table_like_torch():
         (twin(batch) - 1).square().mean(1).sum().backward()
         optimizer.step()
     torch.testing.assert_close(model.weight, twin.weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("optimizer", [train.Adagrad, train.LazyAdam, train.RMSProp])
+def test_slots_of_a_table_of_zeros_take_memory_where_they_are_written(optimizer: Any) -> None:
+    table = tfnb.Variable(0.0, shape=(1 << 18, 64), name="table")
+    with tfnb.record():
+        ids = tfnb.placeholder(torch.tensor([3, 5]), name="ids")
+        rule = optimizer(0.1)
+        step = rule.minimize((F.embedding(ids, table) - 1).square().sum())
+        slots = [slot for slot in rule.slots(table).values() if slot.shape == table.shape]
+    assert step is not None and slots and all(lazy_memory.committed(slot.storage) < 1 << 20 for slot in slots)

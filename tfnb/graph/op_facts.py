@@ -52,7 +52,7 @@ _SAID: Mapping[str, frozenset[str]] = {fact: frozenset(names.split()) for fact, 
     # waits for the device, to read values on the host
     "reads_host": """
         aten._ctc_loss.Tensor aten._linalg_check_errors aten._linalg_eigh aten._linalg_svd aten.equal aten.linalg_eig
-        aten.linalg_lstsq aten.multinomial tfnb.array_read tfnb.array_write
+        aten.linalg_lstsq aten.multinomial tfnb.array_read tfnb.array_write tfnb.log_uniform_draw tfnb.owned tfnb.part
     """,
     # where its indices are a mask
     "reads_mask": "aten.index_put aten._unsafe_index_put",

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from tfnb.graph import Graph, Value, Variable
+from tfnb.graph import Graph, Node, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes import prune
 from tfnb.placement.shards import LARGE, nbytes
 
 LEAST = 1 << 20  # bytes of a Variable of which rows are asked for: a smaller one is sent whole, with other values.
 # One that the step does not write is sent once, and whole up to `LARGE`.
-EMBEDDING = "aten.embedding.default"
+EMBEDDING, SELECT = "aten.embedding.default", "aten.index_select.default"  # of a table, and row numbers
 
 
 class LookUp(NamedTuple):
-    """``value``: rows of ``variable`` in a graph; ``at``: their row numbers, known from the feeds alone."""
+    """``value``: rows of ``variable`` in a graph; ``at``: their row numbers, which follow from feeds and draws."""
 
     value: Value
     at: Value
@@ -32,7 +32,7 @@ def lookups(
     """
     found = []
     for node in prune(graph, outputs, feeds).nodes:
-        if node.op != EMBEDDING or Value(node.id) in feeds:
+        if not _is_gather(graph, node) or Value(node.id) in feeds:
             continue
         table = graph.contents.by_id[node.inputs[0].node]
         if (
@@ -46,7 +46,15 @@ def lookups(
     return tuple(each for each in found if each.variable not in whole)
 
 
+def _is_gather(graph: Graph, node: Node) -> bool:
+    """Whether a node gives rows of its first operand, one for each number in the second."""
+    if node.op == SELECT:
+        index = node.inputs[1]
+        numbers = graph.contents.by_id[index.node].outputs[index.index]
+        return node.attrs["dim"] == 0 and len(numbers.shape) == 1
+    return node.op == EMBEDDING
+
+
 def _is_known(graph: Graph, index: Value, feeds: Sequence[Value]) -> bool:
-    """Whether a value follows from the feeds, without state and without random numbers."""
-    nodes = prune(graph, [index], feeds).nodes
-    return not any(node.op == "tfnb.read" or node.stream is not None or uses_queues(node) for node in nodes)
+    """Whether a value follows from the feeds and the number of the run, which random numbers depend on."""
+    return not any(node.op == "tfnb.read" or uses_queues(node) for node in prune(graph, [index], feeds).nodes)

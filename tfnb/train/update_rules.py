@@ -85,7 +85,7 @@ _STARTS: Mapping[str, Callable[[torch.Tensor, UpdateRule], torch.Tensor]] = {
     "mu_product": lambda w, rule: _count(w, 1.0, rule),
     "eta": lambda w, rule: _count(w, rule.lr, rule),
     "step_size": lambda w, rule: _full(w, rule.lr),
-    "sum": lambda w, rule: _full(w, rule.initial_accumulator_value),
+    "sum": lambda w, rule: _full(w, start) if (start := rule.initial_accumulator_value) else zeros_like(w),
     "row_var": lambda w, rule: w.new_zeros(*w.shape[:-1], 1),
     "col_var": lambda w, rule: w.new_zeros(*w.shape[:-2], 1, w.shape[-1]),
 }

@@ -405,13 +405,13 @@ class ComputeProgram:
         """All feeds of a request."""
         return [*tensors]
 
-    def looked_up(self, feeds: Sequence[torch.Tensor]) -> LookedUp:
-        """The rows that a step of these feeds takes. Raises InvalidArgument for one that there is not."""
+    def looked_up(self, feeds: Sequence[torch.Tensor], run_index: int) -> LookedUp:
+        """The rows that a step of these feeds and draws takes. Raises InvalidArgument for one that there is not."""
         if not self.lookups:
             return LookedUp((), ())
         fed = [self._fed(value, tensor) for value, tensor in zip(self._indices.feeds, feeds, strict=True)]
         try:
-            indices, _ = self._indices.compute(fed, [], 0)
+            indices, _ = self._indices.compute(fed, [], run_index)
         except TfnbError:
             raise
         except Exception as error:
@@ -419,16 +419,16 @@ class ComputeProgram:
         wanted, empty = [], []
         for index, (length, pieces), value in zip(indices, self.lookups, self.program.feeds[len(feeds) :], strict=True):
             node = self.program.whole.contents.by_id[value.node]
-            dtype, width = node.outputs[0].dtype, node.outputs[0].shape[-1]
-            assert isinstance(width, int)  # of a table
             assert index is not None  # a value of the graph
+            spec = node.outputs[0]
+            row = [size for size in spec.shape[index.dim() :] if isinstance(size, int)]  # all sizes: of a table
             if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < length:
                 raise InvalidArgument(
                     f"{node.op} failed: an index is not within the {length} rows of the table\n  node {node.name}"
                     f"\n  at {node.source}", **node.where,
                 )  # fmt: skip
             wanted.append(RowRequest.of(index, pieces))
-            empty.append(torch.empty(0, width, dtype=dtype))
+            empty.append(torch.empty(0, *row, dtype=spec.dtype))
         return LookedUp.of(wanted, empty)
 
     def run(

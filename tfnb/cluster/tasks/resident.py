@@ -439,7 +439,7 @@ class TrainingLoop:
         share = compute(partial(given.share, index, self._ahead.data if self._ahead is not None else None, place))
         if not (share.rows and self._program.lookups):
             return _StepInProgress((given.number, index), share)
-        looked = compute(partial(self._program.looked_up, share.feeds))
+        looked = compute(partial(self._program.looked_up, share.feeds, share.run))
         answers = self._host.stream(looked.asks)
         found = [answer for answer in answers if isinstance(answer, Ok)]
         rows = looked.rows(found) if len(found) == len(answers) else None

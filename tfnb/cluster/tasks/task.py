@@ -449,7 +449,7 @@ class ClusterTask:
         try:
             values = await self._pull(program, notes)
             feeds, run_index = program.fed(request.tensors, meta), int(meta["run_index"])
-            rows = await self._look_up(program, feeds, number, notes)
+            rows = await self._look_up(program, feeds, run_index, number, notes)
             pulled = time.monotonic()
             for queue, (shard, key) in zip(program.queues, meta.get("queues", ()), strict=True):
                 queue.machine = self.queues.queue(queue, int(shard), str(key))
@@ -509,12 +509,12 @@ class ClusterTask:
         return found
 
     async def _look_up(
-        self, program: ComputeProgram, feeds: Sequence[torch.Tensor], number: int, notes: StepNotes | None
+        self, program: ComputeProgram, feeds: Sequence[torch.Tensor], run: int, number: int, notes: StepNotes | None
     ) -> list[torch.Tensor]:
         """The rows of large Variables for the step."""
         if not program.lookups:
             return []
-        looked = await self.computing.do(number, lambda: program.looked_up(feeds))
+        looked = await self.computing.do(number, lambda: program.looked_up(feeds, run))
         return looked.rows(await self.ask(looked.asks, notes))
 
     async def _stage(self, pushes: Sequence[Push], request: Request, number: int, notes: StepNotes | None) -> None:

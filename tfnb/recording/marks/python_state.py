@@ -594,6 +594,7 @@ class PythonReads:
         rec = self._rec
         if not is_recorded(value) or value.graph is not rec.graph:
             return False
+        value = value if isinstance(value, torch.Tensor) else value.values  # of a row-sparse gradient
         try:
             return not rec.tape.is_fixed(rec.look(value).value)
         except InvalidArgument:  # of the inside of a branch or loop, and no result of it
