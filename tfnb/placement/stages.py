@@ -18,10 +18,10 @@ from tfnb.graph.device_request import DeviceRequest, nested, parse
 from tfnb.passes.flow.places import Place
 from tfnb.passes.flow.reasons import StepParts
 from tfnb.passes.flow.step_flow import StepFlow
+from tfnb.placement.costs import LATENCY, RATE
 from tfnb.placement.module_calls import ModuleCall, Passage, is_gradient, task_of
 from tfnb.placement.shards import nbytes
 
-LATENCY, RATE = 1e-4, 3e9  # seconds of a message between tasks of one host, and bytes in a second
 SLACK = 1.05  # nodes are not timed better: among cuts whose slowest stage is within this of the best, bytes decide
 INFINITE = float("inf")
 
@@ -168,6 +168,11 @@ class StageWeights:
                 found[border][stop] += sum(taken[border:stop])
         return found
 
+    def tasks(self, ends: Sequence[int]) -> dict[int, int]:
+        """The number of each node's stage, by the node's id."""
+        stages = enumerate(pairwise((0, *ends)))
+        return {n.id: number for number, (start, stop) in stages for call in self.calls[start:stop] for n in call.nodes}
+
     def stages(self, ends: Sequence[int]) -> tuple[PipelineStage, ...]:
         """The stages, as lines of a table."""
         found = []
@@ -188,23 +193,19 @@ class StageWeights:
         return tuple(found)
 
 
-def requests(
-    nodes: Iterable[Node], calls: Sequence[ModuleCall], ends: Sequence[int], *, soft: bool
-) -> dict[int, str]:  # fmt: skip
-    """The device request of each node of the stages, by id; a gradient has the request of its forward node.
+def requests(nodes: Iterable[Node], tasks: Mapping[int, int], *, soft: bool) -> dict[int, str]:
+    """The device request of each node that has a task, by id; a gradient without one has that of its forward node.
 
-    A request of the user for a task stands, and fields of others are kept.
+    tasks: numbers by the ids of nodes. A request of the user for a task stands, and fields of others are kept.
     """
     asks: dict[int, str] = {}
-    for number, (start, stop) in enumerate(pairwise((0, *ends))):
-        here = str(DeviceRequest(task=number, soft=True)) if soft else f"task:{number}"
-        for call in calls[start:stop]:
-            for node in call.nodes:
-                device = node.device
-                is_free = device is None or (parse(device).job != "ps" and parse(device).task is None)
-                asks[node.id] = here if device is None else str(nested(device, here)) if is_free else device
     for node in nodes:
-        if is_gradient(node) and node.forward in asks and task_of(node) is None:
+        number, device = tasks.get(node.id), node.device
+        if number is not None:
+            here = str(DeviceRequest(task=number, soft=True)) if soft else f"task:{number}"
+            is_free = device is None or (parse(device).job != "ps" and parse(device).task is None)
+            asks[node.id] = here if device is None else str(nested(device, here)) if is_free else device
+        elif is_gradient(node) and node.forward in asks and task_of(node) is None:
             asks[node.id] = asks[node.forward]
     return asks
 

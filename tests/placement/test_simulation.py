@@ -1,0 +1,122 @@
+"""Simulated steps over places: segments, messages, peaks worked by hand, and invariants of random ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfnb.placement.simulation import LinkCost, OpValue, PlacementProblem, Timeline, simulate, with_late_messages
+
+SLOW = LinkCost(0.5, 100.0)
+
+
+def problem(
+    ops: list[tuple[float, list[int], int]], groups: list[int] | None = None, places: int = 2, **more: Any
+) -> PlacementProblem:
+    """Ops with their seconds, the ops whose values they take, and the bytes that they make."""
+    count = len(ops) if groups is None else 1 + max(groups)
+    return PlacementProblem(
+        [seconds for seconds, _, _ in ops], [taken for _, taken, _ in ops],
+        [OpValue(op, size) for op, (_, _, size) in enumerate(ops)],
+        [*range(len(ops))] if groups is None else groups, [tuple(range(places))] * count, **more,
+    )  # fmt: skip
+
+
+def bars(timeline: Timeline) -> list[tuple[Any, ...]]:
+    return sorted((bar.lane, bar.ops or bar.value, round(bar.start, 6), round(bar.end, 6)) for bar in timeline.bars)
+
+
+def test_a_place_sends_when_all_that_waits_for_the_same_messages_is_done() -> None:
+    made = problem([(1.0, [], 50), (2.0, [0], 0), (1.0, [0], 10), (1.0, [1, 2], 0)])
+    timeline = simulate(made, [0, 0, 1, 0], lambda source, to: SLOW)
+    assert bars(timeline) == [
+        ((0,), [0, 1], 0.0, 3.0), ((0,), [3], 5.6, 6.6), ((0, 1), 0, 3.0, 4.0), ((1,), [2], 4.0, 5.0),
+        ((1, 0), 2, 5.0, 5.6),
+    ]  # fmt: skip
+    assert timeline.seconds == pytest.approx(6.6) and timeline.sent == 60
+    assert timeline.critical() == [3, 2, 0, 1]
+    assert timeline.busy == pytest.approx({0: 4.0, 1: 1.0})
+
+
+def test_messages_of_a_link_follow_each_other_and_their_latencies_overlap() -> None:
+    made = problem([(1.0, [], 100), (0.0, [], 100), (1.0, [0, 1], 0)])
+    timeline = simulate(made, [0, 0, 1], lambda source, to: SLOW)
+    assert bars(timeline) == [
+        ((0,), [0, 1], 0.0, 1.0), ((0, 1), 0, 1.0, 2.5), ((0, 1), 1, 2.0, 3.5), ((1,), [2], 3.5, 4.5),
+    ]  # fmt: skip
+
+
+def test_the_most_that_a_place_holds() -> None:
+    made = problem([(1.0, [], 100), (1.0, [0], 10), (1.0, [1], 1), (1.0, [0, 2], 1)])
+    assert simulate(made, [0] * 4, lambda source, to: SLOW).peaks == {0: 111}
+    split = simulate(made, [0, 0, 1, 0], lambda source, to: SLOW)
+    assert split.peaks == {0: 111, 1: 11}
+    stored = problem([(1.0, [], 100), (1.0, [0], 10)], stored=frozenset({0}))
+    assert simulate(stored, [0, 0], lambda source, to: SLOW).peaks == {0: 10}
+    assert simulate(stored, [0, 1], lambda source, to: SLOW).peaks == {1: 110}
+    kept = problem([(1.0, [], 100), (1.0, [], 10), (1.0, [], 30)], kept=frozenset({0}))
+    assert simulate(kept, [0, 0, 0], lambda source, to: SLOW).peaks == {0: 130}
+
+
+@st.composite
+def placed(draw: Any) -> tuple[PlacementProblem, list[int]]:
+    """A random step of up to 10 ops, and a placement of its groups."""
+    count = draw(st.integers(1, 10))
+    ops = []
+    for number in range(count):
+        taken = draw(st.sets(st.integers(0, number - 1), max_size=3)) if number else set()
+        ops.append((float(draw(st.integers(0, 4))), sorted(taken), draw(st.integers(0, 90))))
+    groups = draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
+    numbers = {group: at for at, group in enumerate(sorted(set(groups)))}
+    kept = draw(st.frozensets(st.integers(0, count - 1), max_size=2))
+    made = problem(ops, [numbers[group] for group in groups], 3, kept=kept)
+    return made, draw(st.lists(st.integers(0, 2), min_size=len(numbers), max_size=len(numbers)))
+
+
+@given(placed())
+def test_ops_wait_for_what_they_take_and_lanes_do_one_thing_at_a_time(case: tuple[PlacementProblem, list[int]]) -> None:
+    made, at = case
+    timeline = simulate(made, at, lambda source, to: SLOW)
+    times = {op: (start, end) for op, start, end in timeline.op_times()}
+    came = {(bar.value, bar.lane[1]): bar for bar in timeline.messages}
+    home = [at[group] for group in made.groups]
+    assert sorted(times) == [*range(len(home))]
+    for op, taken in enumerate(made.takes):
+        for value in taken:
+            if home[value] == home[op]:
+                assert times[value][1] <= times[op][0] + 1e-9
+            else:
+                assert times[value][1] <= came[value, home[op]].start + 1e-9
+                assert came[value, home[op]].end <= times[op][0] + 1e-9
+    crossing = {(value, home[op]) for op, taken in enumerate(made.takes) for value in taken if home[value] != home[op]}
+    assert came.keys() == crossing, "each value crosses once to each place that wants it"
+    for place in {*at}:
+        mine = sorted(time for op, time in times.items() if home[op] == place)
+        assert all(before[1] <= after[0] + 1e-9 for before, after in zip(mine, mine[1:], strict=False))
+    assert max((end for _, end in times.values()), default=0.0) <= timeline.seconds + 1e-9
+    assert timeline.seconds <= sum(made.seconds) + sum(SLOW.seconds(made.values[value].bytes) for value, _ in crossing)
+
+
+@given(placed())
+def test_late_messages_take_no_longer_and_no_place_holds_more(case: tuple[PlacementProblem, list[int]]) -> None:
+    timeline = simulate(*case, lambda source, to: SLOW)
+    late = with_late_messages(timeline)
+    assert late.seconds == timeline.seconds
+    assert late.peaks.keys() == timeline.peaks.keys()
+    assert all(late.peaks[place] <= most for place, most in timeline.peaks.items())
+    begins = {op: start for op, start, _ in late.op_times()}
+    home = [case[1][group] for group in case[0].groups]
+    for before, bar in zip(timeline.messages, late.messages, strict=True):
+        users = [op for op in case[0].users[bar.value] if home[op] == bar.lane[1]]
+        assert before.end - 1e-9 <= bar.end <= min(begins[op] for op in users) + 1e-9
+
+
+def test_a_message_waits_until_it_is_needed_as_long_as_its_source_holds_the_value_anyway() -> None:
+    made = problem([(1.0, [], 100), (7.0, [], 10), (8.0, [0, 1], 0), (1.0, [0, 1], 0)])
+    timeline = simulate(made, [0, 1, 0, 1], lambda source, to: LinkCost(0.0, 1000.0))
+    late = with_late_messages(timeline)
+    assert [(bar.value, bar.start, bar.end) for bar in timeline.messages] == [(1, 7.0, 7.01), (0, 1.0, 1.1)]
+    assert [(bar.value, bar.start, bar.end) for bar in late.messages] == [(1, 7.0, 7.01), (0, 6.9, 7.0)]

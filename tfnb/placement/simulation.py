@@ -1,0 +1,284 @@
+"""The predicted time of a step over several places: ops as they run there, and the values between places. Pure.
+
+A place computes as a task does (`tfnb.execution.dataflow.templates`): its ops that wait for the same received values
+are one segment, which begins when all of these have come, and sends what it made when it is over. Each place, and each
+link between two, is a lane of `tfnb.memory.lane_clock` that takes what is ready first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from tfnb.memory.lane_clock import LaneClock
+
+
+class LinkCost(NamedTuple):
+    """The cost of a message from place to place: seconds until it begins to arrive, and bytes in a second."""
+
+    latency: float
+    rate: float
+
+    def seconds(self, size: int) -> float:
+        """The seconds of a message of so many bytes.
+
+        >>> LinkCost(0.001, 1e6).seconds(2000)
+        0.003
+        """
+        return self.latency + size / self.rate
+
+
+Links = Callable[[int, int], LinkCost]
+"""The cost of a link, by the numbers of its source and its destination."""
+
+
+class OpValue(NamedTuple):
+    """A value that may cross: the op that makes it, by its number, and its bytes."""
+
+    maker: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PlacementProblem:
+    """Ops in program order, in groups that are placed as a whole.
+
+    seconds: of each op. takes: by op, the numbers of the values that it takes. groups: the group of each op. places: by
+    group, the numbers of the places where it may be. kept: numbers of the values that are held until the step is over.
+    stored: those that are Variables' own, which take no memory where they are read.
+    """
+
+    seconds: Sequence[float]
+    takes: Sequence[Sequence[int]]
+    values: Sequence[OpValue]
+    groups: Sequence[int]
+    places: Sequence[Sequence[int]]
+    kept: frozenset[int] = frozenset()
+    stored: frozenset[int] = frozenset()
+
+    @cached_property
+    def users(self) -> list[list[int]]:
+        """The ops that take each value."""
+        found: list[list[int]] = [[] for _ in self.values]
+        for op, taken in enumerate(self.takes):
+            for value in taken:
+                found[value].append(op)
+        return found
+
+
+@dataclass(slots=True)
+class TimelineBar:
+    """A segment of ops on a place, or a value on a link.
+
+    lane: the number of the place, or those of the link. ops: of a segment, in order. value: of a message, else -1.
+    cause: the number of the bar that this one waited for last, -1 for the start of the step.
+    """
+
+    lane: tuple[int, ...]
+    ops: list[int] = field(default_factory=list)
+    value: int = -1
+    start: float = 0.0
+    end: float = 0.0
+    cause: int = -1
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The predicted times of a step. at: the place of each group, None for one that is left out. seconds: of it all."""
+
+    problem: PlacementProblem
+    at: Sequence[int | None]
+    bars: Sequence[TimelineBar]
+    seconds: float
+
+    @property
+    def segments(self) -> Iterator[TimelineBar]:
+        """What places compute."""
+        return (bar for bar in self.bars if bar.value < 0)
+
+    @property
+    def messages(self) -> Iterator[TimelineBar]:
+        """What crosses links."""
+        return (bar for bar in self.bars if bar.value >= 0)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that cross."""
+        return sum(self.problem.values[bar.value].bytes for bar in self.messages)
+
+    @cached_property
+    def busy(self) -> Mapping[int, float]:
+        """The seconds that each place computes."""
+        found: dict[int, float] = {}
+        for bar in self.segments:
+            found[bar.lane[0]] = found.get(bar.lane[0], 0.0) + bar.end - bar.start
+        return found
+
+    def critical(self) -> list[int]:
+        """The groups on the critical path, from its end to its begin: of segments, and of the values between."""
+        found: dict[int, None] = {}
+        number = max(range(len(self.bars)), key=lambda n: self.bars[n].end, default=-1)
+        while number >= 0:
+            bar = self.bars[number]
+            ops = bar.ops if bar.value < 0 else [self.problem.values[bar.value].maker]
+            found |= dict.fromkeys(self.problem.groups[op] for op in reversed(ops))
+            number = bar.cause
+        return [*found]
+
+    def op_times(self) -> Iterator[tuple[int, float, float]]:
+        """Each op with its start and its end, one after the other within its segment."""
+        for bar in self.segments:
+            now = bar.start
+            for op in bar.ops:
+                yield op, now, now + self.problem.seconds[op]
+                now += self.problem.seconds[op]
+
+    @cached_property
+    def peaks(self) -> Mapping[int, int]:
+        """The most bytes of values that each place holds at once.
+
+        A place holds a value that it makes until its last use there and its last message are over, and one that it
+        receives from the begin of the message. Variables and fed values are not counted.
+        """
+        lives = self._lives()
+        steps: dict[int, list[tuple[float, int]]] = {}
+        for (value, place), (start, end) in lives.items():
+            size = self.problem.values[value].bytes
+            steps.setdefault(place, []).extend([(start, size), (end, -size)])
+        peaks = {}
+        for place, changes in steps.items():
+            held = peaks[place] = 0
+            for _, change in sorted(changes):  # what ends makes room for what begins then
+                held += change
+                peaks[place] = max(peaks[place], held)
+        return peaks
+
+    def _lives(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """The begin and the end of each value at each place that holds it."""
+        problem, times = self.problem, {op: (start, end) for op, start, end in self.op_times()}
+        homes = [self.at[group] for group in problem.groups]
+        lives: dict[tuple[int, int], tuple[float, float]] = {}
+        for value, (maker, _) in enumerate(problem.values):
+            place = homes[maker]
+            if place is not None:
+                start, end = times[maker]
+                lives[value, place] = start, self.seconds if value in problem.kept else end
+        for bar in self.messages:
+            source, to = bar.lane
+            lives[bar.value, to] = bar.start, bar.end
+            start, end = lives[bar.value, source]
+            lives[bar.value, source] = start, max(end, bar.end)
+        for op, taken in enumerate(problem.takes):
+            place = homes[op]
+            if place is not None:
+                for key in [(value, place) for value in taken if (value, place) in lives]:
+                    lives[key] = lives[key][0], max(lives[key][1], times[op][1])
+        homes_of_stored = ((value, homes[problem.values[value].maker]) for value in problem.stored)
+        return {key: life for key, life in lives.items() if key not in {*homes_of_stored}}
+
+
+def simulate(problem: PlacementProblem, at: Sequence[int | None], links: Links) -> Timeline:
+    """The times of a step whose groups are at these places; ops of groups at no place are left out.
+
+    >>> problem = PlacementProblem([1.0, 1.0, 1.0], [[], [], [0, 1]], [OpValue(0, 8), OpValue(1, 8)], [0, 1, 2], [])
+    >>> half = LinkCost(0.5, 1e9)
+    >>> [round(simulate(problem, at, lambda source, to: half).seconds, 3) for at in ([0, 0, 0], [0, 1, 0])]
+    [3.0, 2.5]
+    """
+    bars, needs = _segments(problem, at)
+    begins: list[list[int]] = [[] for _ in bars]
+    for number, before in enumerate(needs):
+        for other in before:
+            begins[other].append(number)
+    waits, ready, causes = [len(before) for before in needs], [0.0] * len(bars), [-1] * len(bars)
+    clock, last = LaneClock(), dict[tuple[int, ...], int]()
+    queue = [(0.0, number) for number in range(len(bars)) if not waits[number]]
+    seconds = 0.0
+    while queue:
+        _, number = heapq.heappop(queue)
+        bar = bars[number]
+        if bar.value < 0:
+            lasts, latency = sum([problem.seconds[op] for op in bar.ops]), 0.0
+        else:
+            link = links(*bar.lane)
+            lasts, latency = problem.values[bar.value].bytes / link.rate, link.latency
+        bar.start = clock.book(bar.lane, ready[number], lasts)
+        bar.end = bar.start + lasts + latency
+        bar.cause = last[bar.lane] if bar.start > ready[number] else causes[number]
+        last[bar.lane] = number
+        seconds = max(seconds, bar.end)
+        for other in begins[number]:
+            waits[other] -= 1
+            if bar.end >= ready[other]:
+                ready[other], causes[other] = bar.end, number
+            if not waits[other]:
+                heapq.heappush(queue, (ready[other], other))
+    return Timeline(problem, at, bars, seconds)
+
+
+def _segments(
+    problem: PlacementProblem, at: Sequence[int | None]
+) -> tuple[list[TimelineBar], list[set[int]]]:  # fmt: skip
+    """The segments and messages in program order, and by number those that each of them waits for."""
+    homes = [at[group] for group in problem.groups]
+    bars: list[TimelineBar] = []
+    needs: list[set[int]] = []
+    masks, segment_of = [0] * len(homes), [-1] * len(homes)  # by op: the messages that it waits for, as bits
+    segments: dict[tuple[int, int], int] = {}
+    messages: dict[tuple[int, int], int] = {}
+    for op, place in enumerate(homes):
+        if place is None:
+            continue
+        mask, before = 0, set[int]()
+        for value in problem.takes[op]:
+            maker = problem.values[value].maker
+            source = homes[maker]
+            if source == place:
+                mask |= masks[maker]
+                before.add(segment_of[maker])
+            elif source is not None:
+                message = messages.get((value, place), -1)
+                if message < 0:
+                    message = messages[value, place] = len(bars)
+                    bars.append(TimelineBar((source, place), value=value))
+                    needs.append({segment_of[maker]})
+                mask |= 1 << message
+                before.add(message)
+        masks[op] = mask
+        segment = segments.get((place, mask), -1)
+        if segment < 0:
+            segment = segments[place, mask] = len(bars)
+            bars.append(TimelineBar((place,)))
+            needs.append(set())
+        segment_of[op] = segment
+        bars[segment].ops.append(op)
+        needs[segment] |= before - {segment}
+    return bars, needs
+
+
+def with_late_messages(timeline: Timeline) -> Timeline:
+    """The same step with each message as late as nothing waits for it (S-154), so that its receiver holds it shorter.
+
+    A message ends at the latest when the first op that takes its value begins, and no later than its source would hold
+    the value for itself: no place holds more, and the step takes as long.
+    """
+    problem = timeline.problem
+    bars = [TimelineBar(bar.lane, bar.ops, bar.value, bar.start, bar.end, bar.cause) for bar in timeline.bars]
+    times = {op: (start, end) for op, start, end in timeline.op_times()}
+    homes = [timeline.at[group] for group in problem.groups]
+    begins = {op: bar.start for bar in bars if bar.value < 0 for op in bar.ops}
+    next_on: dict[tuple[int, ...], float] = {}  # of each link, when its next message begins
+    for bar in sorted((bar for bar in bars if bar.value >= 0), key=lambda bar: bar.start, reverse=True):
+        source, to = bar.lane
+        users = problem.users[bar.value]
+        held = max((times[op][1] for op in users if homes[op] == source), default=0.0)
+        held = timeline.seconds if bar.value in problem.kept else held
+        needed = min(begins[op] for op in users if homes[op] == to)
+        end = min(needed, max(bar.end, held))
+        shift = max(0.0, min(end - bar.end, next_on.get(bar.lane, timeline.seconds) - bar.end))
+        bar.start, bar.end = bar.start + shift, bar.end + shift
+        next_on[bar.lane] = bar.start
+    return Timeline(problem, timeline.at, bars, timeline.seconds)

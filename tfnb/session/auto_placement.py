@@ -1,0 +1,150 @@
+"""A step placed by a search, for people: the predicted times, those of a traced run below, and why a node is where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from tfnb.execution.tracing.trace import Event, Trace, Transmission
+from tfnb.graph import Graph, Node
+from tfnb.memory.byte_counts import told
+from tfnb.passes.flow.places import Place
+from tfnb.passes.flow.reasons import StepParts, Why
+from tfnb.passes.flow.step_flow import StepFlow
+from tfnb.placement.costs import PlacementCosts
+from tfnb.placement.groups import GroupedStep
+from tfnb.placement.placement_search import SearchResult
+from tfnb.placement.simulation import LinkCost, Timeline, simulate
+
+GAIN = 0.98  # of the time on one task: a step that is not quicker than that on several stays on one
+
+
+class AutoPlacement(StepParts):
+    """A step that `tfnb.place` placed by a search; prints the predicted times, and those of the last traced run.
+
+    ``timeline``: the predicted times of the placement. ``tasks``: how many tasks there were to choose from.
+    ``predicted`` and ``measured`` are traces, with bars for each place and link.
+    """
+
+    def __init__(
+        self, graph: Graph, step: StepFlow, grouped: GroupedStep, found: SearchResult, costs: PlacementCosts, tasks: int
+    ) -> None:  # fmt: skip
+        super().__init__(graph, step)
+        self.tasks, self._grouped, self._found, self._costs = tasks, grouped, found, costs
+        self.timeline: Timeline = chosen(found)
+        self._before = graph.attached.get("trace")
+
+    @property
+    def seconds(self) -> float:
+        """The predicted seconds of a run, with its margins as far as traces know them."""
+        return self.timeline.seconds + sum(self._costs.times.margin)
+
+    @property
+    def measured(self) -> Trace | None:
+        """The last traced run of these fetches since this placement was made, None if there is none."""
+        trace = self.graph.attached.get("trace")
+        is_ours = trace is not None and trace is not self._before and trace.fetches == self._step.step.fetches
+        return trace if is_ours else None
+
+    @property
+    def predicted(self) -> Trace:
+        """The predicted times as a trace: each node at its place, and each message on its link."""
+        return Trace(
+            self.graph, self._step.step.fetches, tuple(self._events()), (), self.seconds, 0, grouped="place",
+            transmissions=tuple(self._messages()),
+        )  # fmt: skip
+
+    def _events(self) -> Iterator[Event]:
+        margin = self._costs.times.margin
+        for op, start, end in sorted(self.timeline.op_times(), key=lambda item: (self._at(item[0]), item[1])):
+            node = self._grouped.nodes[op]
+            size = sum(self._costs.size(node, output) for output in range(len(node.outputs)))
+            if end > start:
+                yield Event(node, margin.before + start, margin.before + end, size, "cpu", str(self._at(op)))
+
+    def _messages(self) -> Iterator[Transmission]:
+        before = self._costs.times.margin.before
+        for bar in self.timeline.messages:
+            source, to = (str(Place(number)) for number in bar.lane)
+            maker, size = self.timeline.problem.values[bar.value]
+            node = self._grouped.nodes[maker]
+            yield Transmission(source, to, before + bar.start, before + bar.end, size, node)
+
+    def _at(self, op: int) -> Place:
+        return Place(self.timeline.at[self.timeline.problem.groups[op]] or 0)
+
+    def why(self, node: Node | torch.Tensor | str) -> Why:
+        """Explain the place of a node, with the predicted time of the step for each place where its group may be.
+
+        Raises NotFound, with names that are near, where the step has no such node.
+        """
+        why = super().why(node)
+        number = self._grouped.group_of.get(self._find(node).id)
+        if number is None:
+            return why
+        group, at = self._grouped.groups[number], [*self.timeline.at]
+        beside = f"with {group.name} and what belongs to it" if len(group.nodes) > 1 else "by itself"
+        if group.asked is not None:
+            rule = f"{beside}: {group.asked.name} asks for {group.places[0]}"
+            return replace(why, rule=rule, request=self._request(why.name), possible=group.places)
+        times = []
+        for place in group.places:
+            at[number] = place.number
+            seconds = simulate(self.timeline.problem, at, self._link).seconds
+            times.append(f"{place} {1e3 * seconds:.3f} ms")
+        rule = f"{beside}, as the step is predicted to last with it at {', '.join(times)}"
+        return replace(why, rule=rule, request=self._request(why.name), possible=group.places)
+
+    def _request(self, name: str) -> str | None:
+        """The request that the user gave to a node."""
+        return next((node.device for node in self._grouped.step.graph.nodes if node.name == name), None)
+
+    def _link(self, source: int, to: int) -> LinkCost:
+        return self._costs.times.link(str(Place(source)), str(Place(to)))
+
+    @property
+    def summary(self) -> str:
+        """The answer in a line."""
+        found, one = self._found, f"{1e3 * self._found.one.seconds:.3f} ms"
+        tried = f"{found.tried:,} placements of {len(self._grouped.groups):,} groups tried"
+        used = len(self.timeline.busy)
+        if self.timeline is found.one:
+            several = "" if found.best is found.one else f"; the best over several {1e3 * found.best.seconds:.3f} ms"
+            return f"one task of {self.tasks} is enough: predicted {one}{several}; {tried}"
+        return (
+            f"{used} of {self.tasks} tasks: predicted {1e3 * self.timeline.seconds:.3f} ms; on one task {one}, in turn "
+            f"{1e3 * found.in_turn.seconds:.3f} ms; {tried}"
+        )
+
+    @property
+    def comparison(self) -> str:
+        """The measured time beside the predicted one; empty before a traced run."""
+        if self.measured is None:
+            return ""
+        return f"last traced run {1e3 * self.measured.seconds:.3f} ms, predicted {1e3 * self.seconds:.3f} ms in all"
+
+    def __repr__(self) -> str:
+        timeline, nodes = self.timeline, self._grouped.nodes
+        rows = [("task", "nodes", "busy ms", "share", "most held", "sent")]
+        for place in sorted({number for number in timeline.at if number is not None}):
+            count = sum(self._at(op).number == place for op in range(len(nodes)))
+            busy = timeline.busy.get(place, 0.0)
+            sent = sum(timeline.problem.values[bar.value].bytes for bar in timeline.messages if bar.lane[0] == place)
+            share = f"{100 * busy / timeline.seconds:.0f} %" if timeline.seconds else "-"
+            held = told(timeline.peaks.get(place, 0))
+            rows.append((str(Place(place)), str(count), f"{1e3 * busy:.3f}", share, held, told(sent)))
+        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [[row[0].ljust(wide[0]), *map(str.rjust, row[1:], wide[1:])] for row in rows]
+        return "\n".join([self.summary, *map("  ".join, lines), *filter(None, [self.comparison])])
+
+    def _repr_html_(self) -> str:
+        from tfnb.view import auto_placement_html  # listed exception: a repr asks view
+
+        return auto_placement_html(self)
+
+
+def chosen(found: SearchResult) -> Timeline:
+    """The placement that is taken: several places where that saves enough."""
+    return found.best if found.best.seconds < GAIN * found.one.seconds else found.one
