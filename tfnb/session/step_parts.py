@@ -113,7 +113,7 @@ def place(
     if how is not None:
         return _searched(graph, values, feeds, _task_count(tasks), soft)
     if soft:
-        raise InvalidArgument("soft=True is of requests that place makes: say stages=4, or 'auto'")
+        raise InvalidArgument("soft=True is of stages or of a search: say stages=4, or 'auto'")
     keys = graph.placeholders if feeds is None else tuple(feeds)
     return StepParts(graph, in_parts(step_graph(graph, values, _fed(graph, keys))))
 
@@ -155,7 +155,7 @@ def _searched(graph: Graph, values: Sequence[Value], feeds: Any, tasks: int, sof
     bare, keys = _bare(graph, values, feeds)
     step = step_graph(bare, values, _fed(graph, keys))
     if isinstance(feeds, Mapping):
-        shapes: list[Any] = [tensor.shape for tensor in _batch(bare, keys, feeds.values())]
+        shapes: list[Any] = [tensor.shape for tensor in _batch(graph, keys, feeds.values())]
     else:
         samples = [workspace(graph).sample(value) for value in step.feeds]
         shapes = [None if sample is None else sample.shape for sample in samples]
@@ -183,7 +183,7 @@ def _bare(graph: Graph, values: Sequence[Value], feeds: Any) -> tuple[Graph, tup
     return bare, step_graph(bare, values, ()).graph.placeholders if feeds is None else tuple(feeds)
 
 
-def _batch(graph: Graph, keys: Sequence[Any], batch: Iterable[Any]) -> Sequence[torch.Tensor]:
+def _batch(graph: Graph, keys: Iterable[Any], batch: Iterable[Any]) -> Sequence[torch.Tensor]:
     """What is fed by these keys, as tensors that the graph takes."""
     return Feeder(graph, [(key, fed_by(graph, key)) for key in keys]).fed(batch)[0]
 
@@ -204,7 +204,7 @@ def _staged(graph: Graph, values: Sequence[Value], feeds: Any, stages: int, soft
     bare, keys = _bare(graph, values, feeds)
     batch = feeds if isinstance(feeds, Mapping) else {key: _sample(graph, key) for key in keys}
     step = step_graph(bare, values, _fed(graph, keys))
-    weights = _weights(step, _batch(bare, keys, batch.values()))
+    weights = _weights(step, _batch(graph, keys, batch.values()))
     ends = weights.ends(stages)
     _commit(graph, bare, requests(bare.contents.nodes, weights.tasks(ends), soft=soft))
     return StagedStep(graph, in_parts(step_graph(graph, values, step.feeds)), weights.stages(ends))
