@@ -203,8 +203,9 @@ def test_what_a_user_sees_before_and_after_a_traced_run() -> None:
     placement = tfnb.place([net.loss, net.train], "auto", tasks=2, soft=True)
     assert isinstance(placement, AutoPlacement)
     lines = repr(placement).splitlines()
-    assert lines[0].startswith("2 of 2 tasks: predicted ") and lines[1].split()[:3] == ["task", "nodes", "busy"]
-    assert [line.split()[0] for line in lines[2:]] == ["task:0", "task:1"]
+    assert lines[0].startswith("2 of 2 tasks: predicted ") and lines[1].split()[:3] == ["lane", "items", "busy"]
+    assert [line.partition("  ")[0] for line in lines[2:4]] == ["task:0", "task:1"] and "█" in lines[2]
+    assert all(" → " in line and "▒" in line for line in lines[4:]) and len(lines) > 4
     assert placement.measured is None and placement._repr_html_().count('aria-label="Timeline') == 1
     predicted = placement.predicted
     assert {event.thread for event in predicted.events} == {"task:0", "task:1"}

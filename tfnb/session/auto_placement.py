@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,8 +17,9 @@ from tfnb.passes.flow.step_flow import StepFlow
 from tfnb.placement.costs import PlacementCosts
 from tfnb.placement.groups import GroupedStep
 from tfnb.placement.placement_search import SearchResult
-from tfnb.placement.simulation import LinkCost, Timeline, simulate
+from tfnb.placement.simulation import LinkCost, Timeline, TimelineBar, simulate, with_late_messages
 
+WIDE = 48  # characters of a lane in a table
 GAIN = 0.98  # of the time on one task: a step that is not quicker than that on several stays on one
 
 
@@ -25,7 +27,9 @@ class AutoPlacement(StepParts):
     """A step that `tfnb.place` placed by a search; prints the predicted times, and those of the last traced run.
 
     ``timeline``: the predicted times of the placement. ``tasks``: how many tasks there were to choose from.
-    ``predicted`` and ``measured`` are traces, with bars for each place and link.
+    ``predicted`` and ``measured`` are traces, with bars for each place and link. The table has the most bytes of
+    values that a place holds: as it runs, with each message sent as soon as it can be; and if each were sent as late as
+    nothing waits for it (S-154), which no run does yet.
     """
 
     def __init__(
@@ -126,18 +130,34 @@ class AutoPlacement(StepParts):
         return f"last traced run {1e3 * self.measured.seconds:.3f} ms, predicted {1e3 * self.seconds:.3f} ms in all"
 
     def __repr__(self) -> str:
-        timeline, nodes = self.timeline, self._grouped.nodes
-        rows = [("task", "nodes", "busy ms", "share", "most held", "sent")]
-        for place in sorted({number for number in timeline.at if number is not None}):
-            count = sum(self._at(op).number == place for op in range(len(nodes)))
-            busy = timeline.busy.get(place, 0.0)
-            sent = sum(timeline.problem.values[bar.value].bytes for bar in timeline.messages if bar.lane[0] == place)
-            share = f"{100 * busy / timeline.seconds:.0f} %" if timeline.seconds else "-"
-            held = told(timeline.peaks.get(place, 0))
-            rows.append((str(Place(place)), str(count), f"{1e3 * busy:.3f}", share, held, told(sent)))
+        rows = [("lane", "items", "busy ms", "sent", "most held", "sent late", ""), *self._rows()]
         wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [[row[0].ljust(wide[0]), *map(str.rjust, row[1:], wide[1:])] for row in rows]
-        return "\n".join([self.summary, *map("  ".join, lines), *filter(None, [self.comparison])])
+        lines = [[row[0].ljust(wide[0]), *map(str.rjust, row[1:-1], wide[1:-1]), row[-1]] for row in rows]
+        table = ["  ".join(line).rstrip() for line in lines]
+        return "\n".join([self.summary, *table, *filter(None, [self.comparison])])
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """A line of each place, then of each link, with its bars over the time of the step."""
+        timeline, late = self.timeline, with_late_messages(self.timeline)
+        lanes: dict[tuple[int, ...], list[TimelineBar]] = {}
+        for bar in timeline.bars:
+            lanes.setdefault(bar.lane, []).append(bar)
+        for lane in sorted(lanes, key=lambda lane: (len(lane), lane)):
+            bars, is_link = lanes[lane], len(lane) > 1
+            items = len(bars) if is_link else sum(len(bar.ops) for bar in bars)
+            busy = sum(bar.end - bar.start for bar in bars)
+            sent = sum(timeline.problem.values[bar.value].bytes for bar in bars if is_link)
+            held = ("", "") if is_link else tuple(told(each.peaks.get(lane[0], 0)) for each in (timeline, late))
+            name = " → ".join(str(Place(number)) for number in lane)
+            yield name, str(items), f"{1e3 * busy:.3f}", told(sent) if is_link else "", *held, self._picture(bars)
+
+    def _picture(self, bars: Sequence[TimelineBar]) -> str:
+        """Bars as a line of text."""
+        marks, scale = [" "] * WIDE, WIDE / (self.timeline.seconds or 1.0)
+        for bar in bars:
+            start, end = int(scale * bar.start), math.ceil(scale * bar.end)
+            marks[start:end] = ("█" if bar.value < 0 else "▒") * (min(end, WIDE) - start)
+        return "".join(marks)
 
     def _repr_html_(self) -> str:
         from tfnb.view import auto_placement_html  # listed exception: a repr asks view
