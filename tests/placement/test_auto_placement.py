@@ -210,11 +210,10 @@ def test_what_a_user_sees_before_and_after_a_traced_run() -> None:
     predicted = placement.predicted
     assert {event.thread for event in predicted.events} == {"task:0", "task:1"}
     assert predicted.seconds == placement.seconds
-    assert {(sent.source, sent.to) for sent in predicted.transmissions} == {
-        (str(each.source), str(each.to)) for part in placement.parts for each in part.sends
-    }
+    crossing = {(sent.name, sent.to) for sent in predicted.transmissions}
+    assert crossing == {(placement.name(edge.port), str(edge.to)) for edge in placement.edges}, "as it is cut"
     why = placement.why(net.outs[0])
-    assert why.possible == (Place(0), Place(1)) and "task:0 " in why.rule and "task:1 " in why.rule
+    assert why.possible == (Place(0), Place(1)) and "ms at task:0, " in why.rule and "ms at task:1" in why.rule
     assert why.request is None
     session = tfnb.Session(net.graph, compile="off")
     session.run([net.loss, net.train], fed(net), trace=True)

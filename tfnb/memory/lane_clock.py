@@ -1,4 +1,4 @@
-"""A clock of lanes that work in order, and the time of a schedule of packs by it. Pure.
+"""A clock of lanes that work in order, and the time of a schedule of packs by this clock. Pure.
 
 A device in packs has three lanes: copies in, copies out, and computing. A step over several places has one for each
 place, and one for each link between two (`tfnb.placement.simulation`).
@@ -15,7 +15,7 @@ from tfnb.memory.pack_tasks import DeviceItem, PackTask
 
 
 class LaneClock:
-    """The times of lanes, each of which does one thing after the other.
+    """The times of lanes. A lane works on one subject at a time, in the order of booking.
 
     free: when each lane that worked is idle again. busy: the seconds that it worked.
 
@@ -31,7 +31,7 @@ class LaneClock:
         self.busy: dict[Hashable, float] = {}
 
     def book(self, lane: Hashable, ready: float, seconds: float) -> float:
-        """Let a lane work for so many seconds, from when it is idle and the work is ready; returns the start."""
+        """Let a lane work for so many seconds, once the lane is idle and the work is ready; returns the start."""
         start = max(self.free.get(lane, 0.0), ready)
         self.free[lane] = start + seconds
         self.busy[lane] = self.busy.get(lane, 0.0) + seconds

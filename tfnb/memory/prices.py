@@ -31,7 +31,7 @@ _FREE = frozenset({"tfnb.placeholder", "tfnb.constant", "tfnb.guard", WITH_GRADI
 
 
 class KernelWork(NamedTuple):
-    """The work of one kernel: bytes that it takes and makes, and floating-point operations."""
+    """The work of one kernel: bytes of operands and results, and floating-point operations."""
 
     bytes: float
     flops: float

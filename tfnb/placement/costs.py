@@ -53,7 +53,7 @@ class RunMargins(NamedTuple):
 
 
 def op_key(node: Node, contents: Contents, sizes: Mapping[str, int]) -> OpKey | None:
-    """The key of a node, None where the contents do not know what makes one of its operands."""
+    """The key of a node, None where the maker of an operand is not among the contents."""
     specs = [*node.outputs]
     for value in node.inputs:
         maker = contents.by_id.get(value.node)
@@ -79,7 +79,7 @@ class StepTimes:
     margins: deque[RunMargins] = field(default_factory=_newest)
 
     def learn(self, trace: Any, sizes: Mapping[str, int]) -> None:
-        """Take the times of a traced run. sizes: those of the symbols in the run."""
+        """Take the times of a traced run. sizes: of symbols, in the run."""
         contents = trace.graph.contents
         seconds: dict[int, float] = {}  # several kernels may come from one recorded node
         nodes: dict[int, Node] = {}
@@ -117,8 +117,8 @@ def _fitted(messages: Iterable[tuple[int, float]]) -> LinkCost:
 
     >>> _fitted([])
     LinkCost(latency=0.0001, rate=3000000000.0)
-    >>> _fitted([(8, 0.002), (8, 0.001), (8, 0.001), (1_000_000, 0.011)])
-    LinkCost(latency=0.001, rate=100000000.0)
+    >>> _fitted([(8, 0.5), (8, 0.25), (8, 0.5), (1 << 20, 0.75)])
+    LinkCost(latency=0.5, rate=4194304.0)
     """
     found = [*messages]
     small = [seconds for size, seconds in found if size <= SMALL]
@@ -129,7 +129,7 @@ def _fitted(messages: Iterable[tuple[int, float]]) -> LinkCost:
 
 @dataclass(frozen=True)
 class PlacementCosts:
-    """The costs of a step: the formula of a machine, measured times in place of it, and sizes of symbols."""
+    """The costs of a step: the formula of a machine, the measured times that replace the formula, sizes of symbols."""
 
     roofline: Roofline
     times: StepTimes = field(default_factory=StepTimes)

@@ -38,10 +38,15 @@ class OpGroup:
         """The name of the first node that computes."""
         return next((node for node in self.nodes if node.op != "tfnb.read"), self.nodes[0]).name
 
+    @property
+    def title(self) -> str:
+        """The group in words."""
+        return f"with {self.name} and what belongs to it" if len(self.nodes) > 1 else "by itself"
+
 
 @dataclass(frozen=True)
 class GroupedStep:
-    """A step in groups. state: the step without its writes. nodes: those that are placed, in program order.
+    """A step in groups. state: the step without its writes. nodes: all nodes of groups, in program order.
 
     group_of: the number of each node's group, by the node's id. free: ids of nodes that may be given a request; other
     nodes, such as updates, follow what they take.
@@ -145,7 +150,7 @@ class _Groups:
 
 
 def _placed(state: ResolvedStep, step: StepGraph, optimized: Graph) -> Iterator[Node]:
-    """The nodes that have a place: not those that are fed, or done anew wherever they are wanted."""
+    """The nodes that have a place: all but fed ones, and those computed anew at each place."""
     fed = {value.node for value in step.feeds}
     after = optimized.contents.by_id
     for node in state.nodes.values():
@@ -156,7 +161,7 @@ def _placed(state: ResolvedStep, step: StepGraph, optimized: Graph) -> Iterator[
 
 
 def _join(union: _Groups, nodes: Sequence[Node], free: Collection[int]) -> None:
-    """Make groups of nodes. free: ids of those that may be given a request."""
+    """Make groups of nodes. free: ids of the nodes that may be given a request."""
     users: dict[int, list[Node]] = {}
     for node in nodes:
         for number in dict.fromkeys(value.node for value in _operands(node)):
@@ -192,7 +197,7 @@ def _first_user(node: Node, users: Mapping[int, Sequence[Node]]) -> Node:
 
 
 def _operands(node: Node) -> Iterator[Value]:
-    """The values that a node waits for; those of control edges have no bytes."""
+    """The values that a node waits for. Control edges have values without bytes."""
     yield from node.inputs
     yield from (Value(number, -1) for number in node.control)
 
@@ -216,5 +221,5 @@ def _ensure_soft(node: Node, conflict: tuple[Node, Node]) -> None:
 
 
 def _request(node: Node) -> str | None:
-    """The request of a node, or the one inside of a loop or branch that decides where it is."""
+    """The request of a node, or of the first node inside of a loop or branch that has one."""
     return node.device or next((inner.device for inner in nested(node) if inner.device is not None), None)

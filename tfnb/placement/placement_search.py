@@ -3,11 +3,14 @@
 First come all groups on one place, round-robin, and a greedy list: group by group, in order of what depends on it, the
 place where all that is placed by then ends first. The best of them is improved by moving groups of its critical path
 and by swapping them with others; where nothing helps, some groups are moved at random, and so on from there. The search
-is bounded by the number of simulated placements and not by a clock.
+is bounded by the number of simulated placements and not by a clock. Where there are no more placements than that, all
+are simulated.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ LEAST = 60  # simulated placements of any
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search. one: the step with all groups on one place, but for those that may not be there.
+    """The result of a search. one: the step with all groups on one place, except groups that may not be there.
 
     in_turn: with the groups on the places in turn. tried: how many placements were simulated.
     """
@@ -35,7 +38,7 @@ class SearchResult:
 def search(
     problem: PlacementProblem, links: Links, *, evaluations: int | None = None, seed: int = 0
 ) -> SearchResult:  # fmt: skip
-    """The quickest placement found; among those as quick, the one with the fewest bytes that cross.
+    """The quickest placement found; among equally quick ones, the placement with the fewest bytes that cross.
 
     evaluations: how many placements may be simulated, None for as many as suit the size of the step; the simple ones
     and the greedy list are simulated in any case.
@@ -65,7 +68,9 @@ class _Search:
         one = min(ones, key=_cost)
         in_turn = self.simulated([places[group % len(places)] for group, places in enumerate(self.problem.places)])
         best = min((one, in_turn), key=_cost)
-        if self.free and len(ones) > 1:
+        if math.prod(map(len, self.problem.places)) <= self.left:
+            best = min((best, *map(self.simulated, itertools.product(*self.problem.places))), key=_cost)
+        elif self.free:
             best = self._climb(min(best, self._greedy(), key=_cost))
             while self.left > 0:
                 best = min(best, self._climb(self._shaken(best)), key=_cost)
@@ -153,5 +158,5 @@ class _Search:
 
 
 def _cost(timeline: Timeline) -> tuple[float, int]:
-    """What a search makes least: the time of a step, then the bytes that cross."""
+    """The cost of a placement: the time of the step, then the bytes that cross."""
     return timeline.seconds, timeline.sent

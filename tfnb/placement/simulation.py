@@ -17,7 +17,7 @@ from tfnb.memory.lane_clock import LaneClock
 
 
 class LinkCost(NamedTuple):
-    """The cost of a message from place to place: seconds until it begins to arrive, and bytes in a second."""
+    """The cost of a message from place to place: seconds until its first byte arrives, and bytes in a second."""
 
     latency: float
     rate: float
@@ -36,7 +36,7 @@ Links = Callable[[int, int], LinkCost]
 
 
 class OpValue(NamedTuple):
-    """A value that may cross: the op that makes it, by its number, and its bytes."""
+    """A value that may cross: the number of the op that makes the value, and bytes."""
 
     maker: int
     bytes: int
@@ -87,7 +87,7 @@ class TimelineBar:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The predicted times of a step. at: the place of each group, None for one that is left out. seconds: of it all."""
+    """The predicted times of a step. at: the place of each group, None for a group that is left out."""
 
     problem: PlacementProblem
     at: Sequence[int | None]
@@ -96,12 +96,12 @@ class Timeline:
 
     @property
     def segments(self) -> Iterator[TimelineBar]:
-        """What places compute."""
+        """The bars of places."""
         return (bar for bar in self.bars if bar.value < 0)
 
     @property
     def messages(self) -> Iterator[TimelineBar]:
-        """What crosses links."""
+        """The bars of links."""
         return (bar for bar in self.bars if bar.value >= 0)
 
     @property
@@ -157,7 +157,7 @@ class Timeline:
         return peaks
 
     def _lives(self) -> dict[tuple[int, int], tuple[float, float]]:
-        """The begin and the end of each value at each place that holds it."""
+        """The begin and the end of each value, by value and place."""
         problem, times = self.problem, {op: (start, end) for op, start, end in self.op_times()}
         homes = [self.at[group] for group in problem.groups]
         lives: dict[tuple[int, int], tuple[float, float]] = {}
@@ -222,7 +222,7 @@ def simulate(problem: PlacementProblem, at: Sequence[int | None], links: Links) 
 def _segments(
     problem: PlacementProblem, at: Sequence[int | None]
 ) -> tuple[list[TimelineBar], list[set[int]]]:  # fmt: skip
-    """The segments and messages in program order, and by number those that each of them waits for."""
+    """The segments and messages in program order, and by number the bars that each one waits for."""
     homes = [at[group] for group in problem.groups]
     bars: list[TimelineBar] = []
     needs: list[set[int]] = []
@@ -260,7 +260,7 @@ def _segments(
 
 
 def with_late_messages(timeline: Timeline) -> Timeline:
-    """The same step with each message as late as nothing waits for it (S-154), so that its receiver holds it shorter.
+    """The same step with each message as late as delays no op (S-154), so that receivers hold values for less time.
 
     A message ends at the latest when the first op that takes its value begins, and no later than its source would hold
     the value for itself: no place holds more, and the step takes as long.

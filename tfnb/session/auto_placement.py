@@ -1,4 +1,4 @@
-"""A step placed by a search, for people: the predicted times, those of a traced run below, and why a node is where."""
+"""A step placed by a search, for people: predicted times, measured times below, and reasons for places."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GAIN = 0.98  # of the time on one task: a step that is not quicker than that on 
 
 
 class AutoPlacement(StepParts):
-    """A step that `tfnb.place` placed by a search; prints the predicted times, and those of the last traced run.
+    """A step that `tfnb.place` placed by a search; prints its predicted times, and the time of the last traced run.
 
     ``timeline``: the predicted times of the placement. ``tasks``: how many tasks there were to choose from.
     ``predicted`` and ``measured`` are traces, with bars for each place and link. The table has the most bytes of
@@ -85,25 +85,22 @@ class AutoPlacement(StepParts):
         Raises NotFound, with names that are near, where the step has no such node.
         """
         why = super().why(node)
-        number = self._grouped.group_of.get(self._find(node).id)
+        found = self._find(node)
+        number = self._grouped.group_of.get(found.id)
         if number is None:
             return why
         group, at = self._grouped.groups[number], [*self.timeline.at]
-        beside = f"with {group.name} and what belongs to it" if len(group.nodes) > 1 else "by itself"
+        request = next((n.device for n in group.nodes if n.id == found.id), None)
         if group.asked is not None:
-            rule = f"{beside}: {group.asked.name} asks for {group.places[0]}"
-            return replace(why, rule=rule, request=self._request(why.name), possible=group.places)
+            rule = f"{group.title}: {group.asked.name} asks for {group.places[0]}"
+            return replace(why, rule=rule, request=request, possible=group.places)
         times = []
         for place in group.places:
             at[number] = place.number
             seconds = simulate(self.timeline.problem, at, self._link).seconds
-            times.append(f"{place} {1e3 * seconds:.3f} ms")
-        rule = f"{beside}, as the step is predicted to last with it at {', '.join(times)}"
-        return replace(why, rule=rule, request=self._request(why.name), possible=group.places)
-
-    def _request(self, name: str) -> str | None:
-        """The request that the user gave to a node."""
-        return next((node.device for node in self._grouped.step.graph.nodes if node.name == name), None)
+            times.append(f"{1e3 * seconds:.3f} ms at {place}")
+        rule = f"{group.title}: the step is predicted to take {', '.join(times)}"
+        return replace(why, rule=rule, request=request, possible=group.places)
 
     def _link(self, source: int, to: int) -> LinkCost:
         return self._costs.times.link(str(Place(source)), str(Place(to)))
@@ -111,14 +108,16 @@ class AutoPlacement(StepParts):
     @property
     def summary(self) -> str:
         """The answer in a line."""
-        found, one = self._found, f"{1e3 * self._found.one.seconds:.3f} ms"
+        found, used = self._found, len({*self.timeline.at})
+        one, best = (f"{1e3 * each.seconds:.3f} ms" for each in (found.one, found.best))
         tried = f"{found.tried:,} placements of {len(self._grouped.groups):,} groups tried"
-        used = len(self.timeline.busy)
-        if self.timeline is found.one:
-            several = "" if found.best is found.one else f"; the best over several {1e3 * found.best.seconds:.3f} ms"
+        if used < 2:
+            several = "" if found.best is found.one else f"; the best over several {best}"
             return f"one task of {self.tasks} is enough: predicted {one}{several}; {tried}"
+        is_free = all(group.asked is None for group in self._grouped.groups)
+        alone = "on one task" if is_free else "with all that is free on one task"
         return (
-            f"{used} of {self.tasks} tasks: predicted {1e3 * self.timeline.seconds:.3f} ms; on one task {one}, in turn "
+            f"{used} of {self.tasks} tasks: predicted {1e3 * self.timeline.seconds:.3f} ms; {alone} {one}, in turn "
             f"{1e3 * found.in_turn.seconds:.3f} ms; {tried}"
         )
 

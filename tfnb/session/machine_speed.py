@@ -24,7 +24,7 @@ TURNS = 7
 
 @cache
 def machine_speed() -> Roofline:
-    """The roofline of this machine by one thread, as a task has; a tenth of a second where it is not known yet."""
+    """The roofline of this machine by one thread, as a task has. To measure takes some tenths of a second, once."""
     path, machine = packages().folder.parent / FILE, f"{platform.node()} {platform.machine()} {torch.__version__}"
     known = _known(path)
     if machine not in known:

@@ -77,8 +77,8 @@ def place(
     step that several tasks make no quicker, by 2 percent at least, stays on one.
 
     >>> with tfnb.record() as graph:
-    ...     x = tfnb.placeholder(torch.ones(400, 400), name="x")
-    ...     y = (x @ x).sum() + (x @ x.exp()).sum()
+    ...     x, w = tfnb.placeholder(torch.ones(400, 400), name="x"), torch.ones(400, 400)
+    ...     y = (x @ w).sum() + (x.exp() @ w).sum()
     >>> placement = tfnb.place(y, "auto", tasks=2)
     >>> len(placement.parts) <= placement.tasks, placement.seconds > 0
     (True, True)
@@ -124,7 +124,7 @@ def _fed(graph: Graph, keys: Iterable[Any]) -> tuple[Value, ...]:
 
 
 def learn(graph: Graph, trace: Any, step: StepGraph, tensors: Sequence[torch.Tensor]) -> None:
-    """Keep the times of a traced run for later placements of the graph. tensors: what was fed."""
+    """Keep the times of a traced run for later placements of the graph. tensors: of the feeds."""
     graph.attached.setdefault(_TIMES, StepTimes()).learn(trace, _sizes(step, [tensor.shape for tensor in tensors]))
 
 
@@ -149,7 +149,7 @@ def _task_count(tasks: int | None) -> int:
 
 
 def _searched(graph: Graph, values: Sequence[Value], feeds: Any, tasks: int, soft: bool) -> AutoPlacement:
-    """The step on the tasks where it is predicted quickest, which the graph asks for from now on."""
+    """The step at the tasks of the quickest placement; the graph asks for these tasks from now on."""
     ensure_type(soft, bool, "soft")
     graph.ensure_open()
     bare, keys = _bare(graph, values, feeds)
@@ -178,24 +178,24 @@ def _searched(graph: Graph, values: Sequence[Value], feeds: Any, tasks: int, sof
 
 
 def _bare(graph: Graph, values: Sequence[Value], feeds: Any) -> tuple[Graph, tuple[Any, ...]]:
-    """The graph without requests of an earlier placement, and the keys of what is fed."""
+    """The graph without requests of an earlier placement, and the keys of its feeds."""
     bare = graph.derive(unplaced(graph.contents, graph.attached.get(_GIVEN, {})))
     return bare, step_graph(bare, values, ()).graph.placeholders if feeds is None else tuple(feeds)
 
 
 def _batch(graph: Graph, keys: Iterable[Any], batch: Iterable[Any]) -> Sequence[torch.Tensor]:
-    """What is fed by these keys, as tensors that the graph takes."""
+    """The batch of these keys, as tensors that the graph takes."""
     return Feeder(graph, [(key, fed_by(graph, key)) for key in keys]).fed(batch)[0]
 
 
 def _commit(graph: Graph, bare: Graph, asks: Mapping[int, str]) -> None:
-    """Let nodes of the graph ask for these devices, in place of those of an earlier placement."""
+    """Let nodes of the graph ask for these devices. Requests of an earlier placement go."""
     contents, graph.attached[_GIVEN] = placed(bare.contents, asks)
     graph.commit(contents)
 
 
 def _staged(graph: Graph, values: Sequence[Value], feeds: Any, stages: int, soft: bool) -> StagedStep:
-    """The step in stages, which the graph asks for from now on."""
+    """The step in stages; the graph asks for these stages from now on."""
     ensure_type(stages, int, "stages")
     ensure_type(soft, bool, "soft")
     if stages < 1:

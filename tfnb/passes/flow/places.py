@@ -175,7 +175,7 @@ def _is_anew(flow: Flow, op: Op) -> bool:
 
 
 def is_anywhere(node: Node, takes_feeds: bool) -> bool:
-    """Whether a node is done anew wherever its value is wanted, if it asks for no place: a Send would cost more.
+    """Whether a node without a request is computed anew at each place that uses its value: a Send would cost more.
 
     So is a constant, and what fills a tensor of known size with a number, or only views what is fed. takes_feeds:
     whether all of its inputs are fed.
