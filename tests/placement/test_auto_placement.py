@@ -217,7 +217,7 @@ def test_what_a_user_sees_before_and_after_a_traced_run() -> None:
     assert why.request is None
     session = tfnb.Session(net.graph, compile="off")
     session.run([net.loss, net.train], fed(net), trace=True)
-    assert placement.measured is session.trace
+    assert placement.measured is session.trace and placement.seconds == predicted.seconds
     assert repr(placement).splitlines()[-1].startswith("last traced run ")
     assert placement._repr_html_().count('aria-label="Timeline') == 2
     session.run(net.loss, fed(net), trace=True)
@@ -236,4 +236,4 @@ def test_traces_of_runs_are_the_costs_of_the_next_placement() -> None:
     for _ in range(2):
         session.run(y, {x: value}, trace=True)
     times = graph.attached["times"]
-    assert {len(found) for found in times.ops.values()} == {3} and len(times.margins) == 3
+    assert {len(found) for found in times.ops.values()} == {3} and len(times.margins[False]) == 3

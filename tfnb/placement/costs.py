@@ -11,6 +11,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from tfnb.graph import Contents, Node
 from tfnb.graph.ops import COND, WHILE
 from tfnb.memory.prices import KernelWork, is_kernel, kernel_work
 from tfnb.passes.liveness import NOMINAL, nominal
-from tfnb.placement.simulation import LinkCost
+from tfnb.placement.simulation import LinkCost, Links
 
 LATENCY, RATE = 1e-4, 3e9  # seconds of a message between tasks of one host, and bytes in a second
 LEAST = 1e-6  # seconds of a kernel
@@ -76,7 +77,7 @@ class StepTimes:
 
     ops: dict[OpKey, deque[float]] = field(default_factory=lambda: defaultdict(_newest))
     messages: dict[tuple[str, str], deque[tuple[int, float]]] = field(default_factory=lambda: defaultdict(_newest))
-    margins: deque[RunMargins] = field(default_factory=_newest)
+    margins: dict[bool, deque[RunMargins]] = field(default_factory=lambda: defaultdict(_newest))  # by: on a cluster
 
     def learn(self, trace: Any, sizes: Mapping[str, int]) -> None:
         """Take the times of a traced run. sizes: of symbols, in the run."""
@@ -96,7 +97,7 @@ class StepTimes:
                 self.messages[sent.source, sent.to].append((sent.bytes, sent.seconds))
         if ran:
             first, last = min(event.start for event in ran), max(event.end for event in ran)
-            self.margins.append(RunMargins(first, max(0.0, trace.seconds - last)))
+            self.margins[bool(trace.transmissions)].append(RunMargins(first, max(0.0, trace.seconds - last)))
 
     def link(self, source: str, to: str) -> LinkCost:
         """The cost of a link: as measured there, else as on all links together, else a guess for tasks of one host."""
@@ -105,10 +106,11 @@ class StepTimes:
 
     @property
     def margin(self) -> RunMargins:
-        """The medians of the margins; zeros before a run was traced."""
-        if not self.margins:
+        """The medians of the margins, of a cluster if there was one; zeros before a run was traced."""
+        found = self.margins.get(True) or self.margins.get(False)
+        if not found:
             return RunMargins(0.0, 0.0)
-        before, after = zip(*self.margins, strict=True)
+        before, after = zip(*found, strict=True)
         return RunMargins(median(before), median(after))
 
 
@@ -148,6 +150,11 @@ class PlacementCosts:
             return NOMINAL * sum(self._inside(part.contents) for part in parts)
         return self.roofline.seconds(kernel_work(node, contents, self.sizes)) if is_kernel(node) else 0.0
 
+    @cached_property
+    def links(self) -> Links:
+        """The cost of a link between two tasks, by their numbers."""
+        return cache(lambda source, to: self.times.link(f"task:{source}", f"task:{to}"))
+
     def _inside(self, contents: Contents) -> float:
         return sum(self.seconds(node, contents) for node in contents.nodes)
 
@@ -157,7 +164,3 @@ class PlacementCosts:
             return 0
         spec = node.outputs[output]
         return math.prod(nominal(spec, self.sizes)) * spec.dtype.itemsize
-
-    def is_measured(self, node: Node, contents: Contents) -> bool:
-        """Whether traces know the op."""
-        return bool(self.times.ops.get(op_key(node, contents, self.sizes) or ()))

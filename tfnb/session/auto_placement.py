@@ -17,7 +17,7 @@ from tfnb.passes.flow.step_flow import StepFlow
 from tfnb.placement.costs import PlacementCosts
 from tfnb.placement.groups import GroupedStep
 from tfnb.placement.placement_search import SearchResult
-from tfnb.placement.simulation import LinkCost, Timeline, TimelineBar, simulate, with_late_messages
+from tfnb.placement.simulation import Timeline, TimelineBar, simulate, with_late_messages
 
 WIDE = 48  # characters of a lane in a table
 GAIN = 0.98  # of the time on one task: a step that is not quicker than that on several stays on one
@@ -97,13 +97,10 @@ class AutoPlacement(StepParts):
         times = []
         for place in group.places:
             at[number] = place.number
-            seconds = simulate(self.timeline.problem, at, self._link).seconds
+            seconds = simulate(self.timeline.problem, at, self._costs.links).seconds
             times.append(f"{1e3 * seconds:.3f} ms at {place}")
         rule = f"{group.title}: the step is predicted to take {', '.join(times)}"
         return replace(why, rule=rule, request=request, possible=group.places)
-
-    def _link(self, source: int, to: int) -> LinkCost:
-        return self._costs.times.link(str(Place(source)), str(Place(to)))
 
     @property
     def summary(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,6 @@ from tfnb.execution.tracing.node_seconds import node_seconds
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes import StepGraph, step_graph
-from tfnb.passes.flow.places import Place
 from tfnb.passes.flow.reasons import StepParts
 from tfnb.passes.flow.step_flow import in_parts
 from tfnb.passes.pipeline import optimized
@@ -159,7 +159,8 @@ def _searched(graph: Graph, values: Sequence[Value], feeds: Any, tasks: int, sof
     else:
         samples = [workspace(graph).sample(value) for value in step.feeds]
         shapes = [None if sample is None else sample.shape for sample in samples]
-    costs = PlacementCosts(machine_speed(), graph.attached.get(_TIMES, StepTimes()), _sizes(step, shapes))
+    times = deepcopy(graph.attached.get(_TIMES, StepTimes()))  # a prediction stays as it is while more is learned
+    costs = PlacementCosts(machine_speed(), times, _sizes(step, shapes))
     after = optimized(step, last=())
     groups = grouped(step, after, tasks)
     stays = {node.id for node in after.nodes}
@@ -168,7 +169,7 @@ def _searched(graph: Graph, values: Sequence[Value], feeds: Any, tasks: int, sof
         is_done = node.id in stays and "update" not in node.tags  # an update is done when the step is written
         return costs.seconds(node, bare.contents) if is_done else 0.0
 
-    found = search(groups.problem(seconds, costs.size), lambda *link: costs.times.link(*map(str, map(Place, link))))
+    found = search(groups.problem(seconds, costs.size), costs.links)
     at = chosen(found).at
     homes = {number: at[group] or 0 for number, group in groups.group_of.items() if number in groups.free}
     is_cut = len({*homes.values()}) > 1 or any(group.asked is not None for group in groups.groups)
