@@ -93,7 +93,7 @@ def searched(text: str) -> AutoPlacement:
     nodes = tuple(replace(node, device=None) for node in graph(text).nodes[:3])
     whole = Graph(text, Contents(nodes))
     step = step_graph(whole, [nodes[-1].value()], [nodes[0].value()])
-    groups = grouped(step, step.graph, 2)
+    groups = grouped(step, 2)
     found = search(groups.problem(lambda node: 1.0, lambda node, output: 8), lambda source, to: LinkCost(0.1, 1e9))
     parts = in_parts(step, CutOptions(is_optimized=True))
     placement = AutoPlacement(whole, parts, groups, found, PlacementCosts(Roofline(1.0, 1.0, 1.0)), 2)

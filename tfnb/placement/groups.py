@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from tfnb.errors import InvalidArgument
-from tfnb.graph import Graph, Node, Value
+from tfnb.graph import Node, Value
 from tfnb.graph.device_request import parse
 from tfnb.graph.op_facts import facts_of
 from tfnb.graph.subgraph import nested
@@ -21,8 +21,6 @@ from tfnb.passes.resolve import ResolvedStep, resolve
 from tfnb.placement.module_calls import forward_nodes, is_gradient
 from tfnb.placement.requests import asked, tasks_of
 from tfnb.placement.simulation import OpValue, PlacementProblem
-
-_UNPLACED = frozenset({"tfnb.placeholder", "tfnb.constant"})
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,8 @@ class GroupedStep:
         )  # fmt: skip
 
 
-def grouped(step: StepGraph, optimized: Graph, tasks: int) -> GroupedStep:
-    """The groups of a step over so many tasks. optimized: the step after all passes.
+def grouped(step: StepGraph, tasks: int) -> GroupedStep:
+    """The groups of a step over so many tasks.
 
     Raises InvalidArgument for a request of a task that is not there, for one that no values of the node can meet, and
     for two requests of one queue's users that contradict each other.
@@ -101,7 +99,8 @@ def grouped(step: StepGraph, optimized: Graph, tasks: int) -> GroupedStep:
     tasks_of([each for each in asked(step.graph.nodes) if each.request.job != "ps"], names)
     sites = requested(step.graph.nodes, range(tasks))
     state = resolve(step.graph, step.feeds)
-    nodes = tuple(_placed(state, step, optimized))
+    fed = {value.node for value in step.feeds}
+    nodes = tuple(node for node in state.nodes.values() if _has_place(node, fed))
     pins = {node.id: (sites[node.id], node) for node in nodes if node.id in sites}
     union = _Groups(nodes, pins)
     free = {node.id for node in (*forward_nodes(step), *filter(is_gradient, nodes))}
@@ -149,15 +148,11 @@ class _Groups:
         return None
 
 
-def _placed(state: ResolvedStep, step: StepGraph, optimized: Graph) -> Iterator[Node]:
-    """The nodes that have a place: all but fed ones, and those computed anew at each place."""
-    fed = {value.node for value in step.feeds}
-    after = optimized.contents.by_id
-    for node in state.nodes.values():
-        now = after.get(node.id, node)  # passes make other ops of views
-        takes_feeds = all(value.node in fed for value in now.inputs)
-        if node.id not in fed and node.op not in _UNPLACED and not is_anywhere(now, takes_feeds):
-            yield node
+def _has_place(node: Node, fed: Collection[int]) -> bool:
+    """Whether a node has a place. Fed nodes have none, and nodes that are computed anew wherever they are used."""
+    if node.id in fed or node.op == "tfnb.placeholder":
+        return False
+    return not is_anywhere(node, all(value.node in fed for value in node.inputs))
 
 
 def _join(union: _Groups, nodes: Sequence[Node], free: Collection[int]) -> None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from tfnb.placement.simulation import Links, PlacementProblem, Timeline, simulate
 
-EVALUATIONS = 2000  # simulated placements of a small step
-OPS = 1_500_000  # simulated ops of a large one: some seconds
+EVALUATIONS = 1000  # simulated placements of a small step
+OPS = 1_000_000  # simulated ops of a large one: some seconds
 LEAST = 60  # simulated placements of any
 
 

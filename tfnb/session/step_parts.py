@@ -161,9 +161,8 @@ def _searched(graph: Graph, values: Sequence[Value], feeds: Any, tasks: int, sof
         shapes = [None if sample is None else sample.shape for sample in samples]
     times = deepcopy(graph.attached.get(_TIMES, StepTimes()))  # a prediction stays as it is while more is learned
     costs = PlacementCosts(machine_speed(), times, _sizes(step, shapes))
-    after = optimized(step, last=())
-    groups = grouped(step, after, tasks)
-    stays = {node.id for node in after.nodes}
+    groups = grouped(step, tasks)
+    stays = {node.id for node in optimized(step, last=()).nodes}
 
     def seconds(node: Node) -> float:
         is_done = node.id in stays and "update" not in node.tags  # an update is done when the step is written
