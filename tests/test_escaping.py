@@ -96,7 +96,7 @@ def searched(text: str) -> AutoPlacement:
     groups = grouped(step, 2)
     found = search(groups.problem(lambda node: 1.0, lambda node, output: 8), lambda source, to: LinkCost(0.1, 1e9))
     parts = in_parts(step, CutOptions(is_optimized=True))
-    placement = AutoPlacement(whole, parts, groups, found, PlacementCosts(Roofline(1.0, 1.0, 1.0)), 2)
+    placement = AutoPlacement(whole, parts, groups, found, found.best, PlacementCosts(Roofline(1.0, 1.0, 1.0)), 2)
     whole.attached["trace"] = Trace(whole, step.fetches, (Event(nodes[-1], 0.0, 1.0, 8, text, text),), (), 1.0, 0)
     return placement
 

@@ -18,6 +18,7 @@ import tfnb
 from tests import over_tasks
 from tfnb.errors import InvalidArgument, InvalidType
 from tfnb.graph.device_request import parse
+from tfnb.graph.ops import LATE
 from tfnb.passes.flow.places import Place
 from tfnb.placement.costs import StepTimes, op_key
 from tfnb.session.auto_placement import AutoPlacement
@@ -105,6 +106,37 @@ def test_the_same_step_is_placed_the_same_way() -> None:
         tfnb.place([net.loss, net.train], "auto", tasks=3)
         places.append([node.device for node in net.graph.nodes])
     assert places[0] == places[1]
+
+
+def test_a_value_that_others_need_later_is_sent_when_it_was_used() -> None:
+    with tfnb.record() as graph:
+        x, w = (tfnb.placeholder(torch.ones(size), shape=(size,), name=name) for size, name in ((20, "x"), (25, "w")))
+        with tfnb.device("task:1"):
+            a = w.exp()
+            d = a.sum().tanh()
+        with tfnb.device("task:2"):
+            t = x.sum()
+        with tfnb.device("task:0"):
+            h = x.exp()
+            u = h + t
+        with tfnb.device("task:1"):
+            c = h + d
+    times = graph.attached["times"] = StepTimes()
+    for tensor, seconds in ((h, 1.0), (a, 4.0), (d, 3.0), (t, 2.0), (u, 2.0)):
+        times.ops[op_key(tensor.node, graph.contents, {}) or ()].append(seconds)
+    bare = [node.tags for node in graph.nodes]
+    placement = tfnb.place([u, c], "auto", tasks=3)
+    late = [node for node in graph.nodes if LATE in node.tags]
+    assert late == [h.node] and placement.timeline.peaks[1] == 4 + 80 + 80
+    (send,) = (node for node in placement.parts[0].graph.nodes if node.name == "send h -> task:1")
+    assert u.node.id in send.control
+    fed = {x: torch.rand(20), w: torch.rand(25)}
+    found = tfnb.Session(graph, executor="parts").run([u, c], fed)
+    torch.testing.assert_close(found, [fed[x].exp() + fed[x].sum(), fed[x].exp() + fed[w].exp().sum().tanh()])
+    tfnb.place([u, c], stages=None)
+    assert LATE in h.node.tags, "only looked at"
+    tfnb.place(u, "auto", tasks=3)
+    assert [node.tags for node in graph.nodes] == bare
 
 
 def test_a_chain_stays_on_one_task_and_says_so() -> None:

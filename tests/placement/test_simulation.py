@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -103,23 +104,45 @@ def test_ops_wait_for_what_they_take_and_lanes_do_one_thing_at_a_time(case: tupl
     assert timeline.seconds <= sum(made.seconds) + sum(SLOW.seconds(made.values[value].bytes) for value, _ in crossing)
 
 
+@given(placed(), st.frozensets(st.integers(0, 9)))
+def test_values_sent_late_wait_for_their_places(case: tuple[PlacementProblem, list[int]], late: frozenset[int]) -> None:
+    made, at = case
+    timeline = simulate(made, at, lambda source, to: SLOW, late)
+    if timeline.seconds == math.inf:
+        return  # what waits for each other
+    times, home = {op: end for op, _, end in timeline.op_times()}, [at[group] for group in made.groups]
+    for bar in timeline.messages:
+        if made.values[bar.value].maker in late:
+            users = [op for op in made.users[bar.value] if home[op] == bar.lane[0]]
+            assert all(times[op] <= bar.start + 1e-9 for op in users)
+
+
 @given(placed())
 def test_late_messages_take_no_longer_and_no_place_holds_more(case: tuple[PlacementProblem, list[int]]) -> None:
     timeline = simulate(*case, lambda source, to: SLOW)
-    late = with_late_messages(timeline)
-    assert late.seconds == timeline.seconds
+    late = with_late_messages(timeline, lambda source, to: SLOW)
+    assert late.seconds <= timeline.seconds
     assert late.peaks.keys() == timeline.peaks.keys()
     assert all(late.peaks[place] <= most for place, most in timeline.peaks.items())
-    begins = {op: start for op, start, _ in late.op_times()}
-    home = [case[1][group] for group in case[0].groups]
-    for before, bar in zip(timeline.messages, late.messages, strict=True):
-        users = [op for op in case[0].users[bar.value] if home[op] == bar.lane[1]]
-        assert before.end - 1e-9 <= bar.end <= min(begins[op] for op in users) + 1e-9
 
 
-def test_a_message_waits_until_it_is_needed_as_long_as_its_source_holds_the_value_anyway() -> None:
-    made = problem([(1.0, [], 100), (7.0, [], 10), (8.0, [0, 1], 0), (1.0, [0, 1], 0)])
-    timeline = simulate(made, [0, 1, 0, 1], lambda source, to: LinkCost(0.0, 1000.0))
-    late = with_late_messages(timeline)
-    assert [(bar.value, bar.start, bar.end) for bar in timeline.messages] == [(1, 7.0, 7.01), (0, 1.0, 1.1)]
-    assert [(bar.value, bar.start, bar.end) for bar in late.messages] == [(1, 7.0, 7.01), (0, 6.9, 7.0)]
+def test_a_value_is_sent_when_its_own_place_has_used_it_where_that_is_soon_enough() -> None:
+    made = problem([
+        (1.0, [], 80), (4.0, [], 100), (0.5, [1], 10), (2.5, [2], 5), (2.0, [], 0), (3.0, [0, 4], 0), (1.0, [0, 3], 0),
+    ])  # fmt: skip
+
+    def quick(source: int, to: int) -> LinkCost:
+        return LinkCost(0.0, 1000.0)
+
+    at_once = simulate(made, [0, 1, 1, 1, 2, 0, 1], quick)
+    late = with_late_messages(at_once, quick)
+    assert late.late == {0} and late.seconds == at_once.seconds == 8.0
+    assert [bar.start for bar in at_once.messages if bar.value == 0] == [1.0]
+    assert [bar.start for bar in late.messages if bar.value == 0] == [5.0]
+    assert (at_once.peaks[1], late.peaks[1]) == (190, 110) and at_once.peaks[0] == late.peaks[0] == 80
+
+
+def test_messages_that_wait_for_each_other_never_come() -> None:
+    made = problem([(1.0, [], 1), (1.0, [0], 1), (1.0, [0, 1], 0)])
+    assert simulate(made, [0, 1, 0], lambda source, to: SLOW, frozenset({0})).seconds == math.inf
+    assert with_late_messages(simulate(made, [0, 1, 0], lambda source, to: SLOW), lambda source, to: SLOW).late == set()

@@ -8,12 +8,15 @@ link between two, is a lane of `tfnb.memory.lane_clock` that takes what is ready
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from tfnb.memory.lane_clock import LaneClock
+
+LATE = 64  # values that are tried to be sent late
 
 
 class LinkCost(NamedTuple):
@@ -87,12 +90,16 @@ class TimelineBar:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The predicted times of a step. at: the place of each group, None for a group that is left out."""
+    """The predicted times of a step. at: the place of each group, None for a group that is left out.
+
+    seconds: of the whole step, infinite where messages wait for each other. late: ops whose values are sent late.
+    """
 
     problem: PlacementProblem
     at: Sequence[int | None]
     bars: Sequence[TimelineBar]
     seconds: float
+    late: frozenset[int] = frozenset()
 
     @property
     def segments(self) -> Iterator[TimelineBar]:
@@ -180,15 +187,19 @@ class Timeline:
         return {key: life for key, life in lives.items() if key not in {*homes_of_stored}}
 
 
-def simulate(problem: PlacementProblem, at: Sequence[int | None], links: Links) -> Timeline:
+def simulate(
+    problem: PlacementProblem, at: Sequence[int | None], links: Links, late: frozenset[int] = frozenset()
+) -> Timeline:  # fmt: skip
     """The times of a step whose groups are at these places; ops of groups at no place are left out.
+
+    late: ops whose values are sent when their own places have used them.
 
     >>> problem = PlacementProblem([1.0, 1.0, 1.0], [[], [], [0, 1]], [OpValue(0, 8), OpValue(1, 8)], [0, 1, 2], [])
     >>> half = LinkCost(0.5, 1e9)
     >>> [round(simulate(problem, at, lambda source, to: half).seconds, 3) for at in ([0, 0, 0], [0, 1, 0])]
     [3.0, 2.5]
     """
-    bars, needs = _segments(problem, at)
+    bars, needs = _segments(problem, at, late)
     begins: list[list[int]] = [[] for _ in bars]
     for number, before in enumerate(needs):
         for other in before:
@@ -196,7 +207,7 @@ def simulate(problem: PlacementProblem, at: Sequence[int | None], links: Links) 
     waits, ready, causes = [len(before) for before in needs], [0.0] * len(bars), [-1] * len(bars)
     clock, last = LaneClock(), dict[tuple[int, ...], int]()
     queue = [(0.0, number) for number in range(len(bars)) if not waits[number]]
-    seconds = 0.0
+    seconds, done = 0.0, 0
     while queue:
         _, number = heapq.heappop(queue)
         bar = bars[number]
@@ -209,18 +220,18 @@ def simulate(problem: PlacementProblem, at: Sequence[int | None], links: Links) 
         bar.end = bar.start + lasts + latency
         bar.cause = last[bar.lane] if bar.start > ready[number] else causes[number]
         last[bar.lane] = number
-        seconds = max(seconds, bar.end)
+        seconds, done = max(seconds, bar.end), done + 1
         for other in begins[number]:
             waits[other] -= 1
             if bar.end >= ready[other]:
                 ready[other], causes[other] = bar.end, number
             if not waits[other]:
                 heapq.heappush(queue, (ready[other], other))
-    return Timeline(problem, at, bars, seconds)
+    return Timeline(problem, at, bars, seconds if done == len(bars) else math.inf, late)
 
 
 def _segments(
-    problem: PlacementProblem, at: Sequence[int | None]
+    problem: PlacementProblem, at: Sequence[int | None], late: frozenset[int]
 ) -> tuple[list[TimelineBar], list[set[int]]]:  # fmt: skip
     """The segments and messages in program order, and by number the bars that each one waits for."""
     homes = [at[group] for group in problem.groups]
@@ -256,29 +267,28 @@ def _segments(
         segment_of[op] = segment
         bars[segment].ops.append(op)
         needs[segment] |= before - {segment}
+    for (value, _), message in messages.items() if late else ():
+        maker = problem.values[value].maker
+        if maker in late:
+            users = (op for op in problem.users[value] if homes[op] == homes[maker])
+            needs[message] |= {segment_of[op] for op in users}
     return bars, needs
 
 
-def with_late_messages(timeline: Timeline) -> Timeline:
-    """The same step with each message as late as delays no op (S-154), so that receivers hold values for less time.
+def with_late_messages(timeline: Timeline, links: Links) -> Timeline:
+    """The same placement with values sent late (S-154), so that receivers hold them for less time.
 
-    A message ends at the latest when the first op that takes its value begins, and no later than its source would hold
-    the value for itself: no place holds more, and the step takes as long.
+    Value by value, where the step takes no longer and no place holds more at once; at most `LATE` values are tried,
+    the largest first.
     """
     problem = timeline.problem
-    bars = [TimelineBar(bar.lane, bar.ops, bar.value, bar.start, bar.end, bar.cause) for bar in timeline.bars]
-    times = {op: (start, end) for op, start, end in timeline.op_times()}
-    homes = [timeline.at[group] for group in problem.groups]
-    begins = {op: bar.start for bar in bars if bar.value < 0 for op in bar.ops}
-    next_on: dict[tuple[int, ...], float] = {}  # of each link, when its next message begins
-    for bar in sorted((bar for bar in bars if bar.value >= 0), key=lambda bar: bar.start, reverse=True):
-        source, to = bar.lane
-        users = problem.users[bar.value]
-        held = max((times[op][1] for op in users if homes[op] == source), default=0.0)
-        held = timeline.seconds if bar.value in problem.kept else held
-        needed = min(begins[op] for op in users if homes[op] == to)
-        end = min(needed, max(bar.end, held))
-        shift = max(0.0, min(end - bar.end, next_on.get(bar.lane, timeline.seconds) - bar.end))
-        bar.start, bar.end = bar.start + shift, bar.end + shift
-        next_on[bar.lane] = bar.start
-    return Timeline(problem, timeline.at, bars, timeline.seconds)
+    sizes: dict[int, int] = {}
+    for bar in timeline.messages:
+        maker, size = problem.values[bar.value]
+        sizes[maker] = max(sizes.get(maker, 0), size)
+    for maker in sorted(sizes, key=lambda maker: (-sizes[maker], maker))[:LATE]:
+        trial = simulate(problem, timeline.at, links, timeline.late | {maker})
+        is_better = trial.seconds <= timeline.seconds and trial.peaks != timeline.peaks
+        if is_better and all(trial.peaks[place] <= most for place, most in timeline.peaks.items()):
+            timeline = trial
+    return timeline

@@ -7,7 +7,7 @@ the nodes, and writes the result into the graph as device requests of nodes, lik
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Contents, Graph, Node
 from tfnb.graph.device_request import DeviceRequest, nested, parse
+from tfnb.graph.ops import LATE
 from tfnb.passes.flow.places import Place
 from tfnb.passes.flow.reasons import StepParts
 from tfnb.passes.flow.step_flow import StepFlow
@@ -214,24 +215,29 @@ Requests = Mapping[int, tuple[str | None, str]]
 """Device requests that stages gave, by node: the one before, and the one given."""
 
 
-def placed(contents: Contents, asks: Mapping[int, str]) -> tuple[Contents, Requests]:
-    """The contents with these requests, and the changes."""
+def placed(
+    contents: Contents, asks: Mapping[int, str], late: Collection[int] = ()
+) -> tuple[Contents, Requests]:  # fmt: skip
+    """The contents with these requests, and the changes. late: ids of nodes whose values are sent late."""
     changed = {n.id: (n.device, asks[n.id]) for n in contents.nodes if n.device != asks.get(n.id, n.device)}
-    nodes = tuple(replace(n, device=changed[n.id][1]) if n.id in changed else n for n in contents.nodes)
-    return replace(contents, nodes=nodes), changed
+    nodes = (replace(n, device=changed[n.id][1]) if n.id in changed else n for n in contents.nodes)
+    tagged = tuple(replace(n, tags=n.tags | {LATE}) if n.id in late else n for n in nodes)
+    return replace(contents, nodes=tagged), changed
 
 
 def unplaced(contents: Contents, given: Requests) -> Contents:
     """The contents before `placed`; gradients recorded later lose the request of their forward node, too."""
     before: dict[int, tuple[str | None, str]] = {}
-    nodes = []
+    nodes, has_changed = [], False
     for node in contents.nodes:
         found = given.get(node.id) or (before.get(node.forward or 0) if is_gradient(node) else None)
         if found is not None and node.device == found[1]:
             before[node.id] = found
             node = replace(node, device=found[0])
-        nodes.append(node)
-    return replace(contents, nodes=tuple(nodes)) if before else contents
+        is_late = LATE in node.tags
+        has_changed = has_changed or is_late or found is not None
+        nodes.append(replace(node, tags=node.tags - {LATE}) if is_late else node)
+    return replace(contents, nodes=tuple(nodes)) if has_changed else contents
 
 
 def _shortest(paths: Sequence[tuple[str, ...]], others: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from tfnb.passes.flow.step_flow import StepFlow
 from tfnb.placement.costs import PlacementCosts
 from tfnb.placement.groups import GroupedStep
 from tfnb.placement.placement_search import SearchResult
-from tfnb.placement.simulation import Timeline, TimelineBar, simulate, with_late_messages
+from tfnb.placement.simulation import Timeline, TimelineBar, simulate
 
 WIDE = 48  # characters of a lane in a table
 GAIN = 0.98  # of the time on one task: a step that is not quicker than that on several stays on one
@@ -28,16 +28,17 @@ class AutoPlacement(StepParts):
 
     ``timeline``: the predicted times of the placement. ``tasks``: how many tasks there were to choose from.
     ``predicted`` and ``measured`` are traces, with bars for each place and link. The table has the most bytes of
-    values that a place holds: as it runs, with each message sent as soon as it can be; and if each were sent as late as
-    nothing waits for it (S-154), which no run does yet.
+    values that a place holds, and what that would be if all values were sent at once: some are sent when their own
+    places have used them, where the step takes no longer for it (S-154).
     """
 
     def __init__(
-        self, graph: Graph, step: StepFlow, grouped: GroupedStep, found: SearchResult, costs: PlacementCosts, tasks: int
+        self, graph: Graph, step: StepFlow, grouped: GroupedStep, found: SearchResult, timeline: Timeline,
+        costs: PlacementCosts, tasks: int,
     ) -> None:  # fmt: skip
         super().__init__(graph, step)
         self.tasks, self._grouped, self._found, self._costs = tasks, grouped, found, costs
-        self.timeline: Timeline = chosen(found)
+        self.timeline = timeline
         self._before = graph.attached.get("trace")
 
     @property
@@ -126,7 +127,7 @@ class AutoPlacement(StepParts):
         return f"last traced run {1e3 * self.measured.seconds:.3f} ms, predicted {1e3 * self.seconds:.3f} ms in all"
 
     def __repr__(self) -> str:
-        rows = [("lane", "items", "busy ms", "sent", "most held", "sent late", ""), *self._rows()]
+        rows = [("lane", "items", "busy ms", "sent", "most held", "at once", ""), *self._rows()]
         wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [[row[0].ljust(wide[0]), *map(str.rjust, row[1:-1], wide[1:-1]), row[-1]] for row in rows]
         table = ["  ".join(line).rstrip() for line in lines]
@@ -134,7 +135,7 @@ class AutoPlacement(StepParts):
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         """A line of each place, then of each link, with its bars over the time of the step."""
-        timeline, late = self.timeline, with_late_messages(self.timeline)
+        timeline, at_once = self.timeline, chosen(self._found)
         lanes: dict[tuple[int, ...], list[TimelineBar]] = {}
         for bar in timeline.bars:
             lanes.setdefault(bar.lane, []).append(bar)
@@ -143,7 +144,7 @@ class AutoPlacement(StepParts):
             items = len(bars) if is_link else sum(len(bar.ops) for bar in bars)
             busy = sum(bar.end - bar.start for bar in bars)
             sent = sum(timeline.problem.values[bar.value].bytes for bar in bars if is_link)
-            held = ("", "") if is_link else tuple(told(each.peaks.get(lane[0], 0)) for each in (timeline, late))
+            held = ("", "") if is_link else tuple(told(each.peaks.get(lane[0], 0)) for each in (timeline, at_once))
             name = " → ".join(str(Place(number)) for number in lane)
             yield name, str(items), f"{1e3 * busy:.3f}", told(sent) if is_link else "", *held, self._picture(bars)
 

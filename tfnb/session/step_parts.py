@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from tfnb.placement.module_calls import (
 )
 from tfnb.placement.placement_search import search
 from tfnb.placement.requests import numbers_of
+from tfnb.placement.simulation import with_late_messages
 from tfnb.placement.stages import StagedStep, StageWeights, placed, requests, unplaced
 from tfnb.recording.values.workspace import workspace
 from tfnb.session.auto_placement import AutoPlacement, chosen
@@ -169,12 +170,14 @@ def _searched(graph: Graph, values: Sequence[Value], feeds: Any, tasks: int, sof
         return costs.seconds(node, bare.contents) if is_done else 0.0
 
     found = search(groups.problem(seconds, costs.size), costs.links)
-    at = chosen(found).at
+    timeline = with_late_messages(chosen(found), costs.links)
+    at, late = timeline.at, {groups.nodes[op].id for op in timeline.late}
     homes = {number: at[group] or 0 for number, group in groups.group_of.items() if number in groups.free}
     is_cut = len({*homes.values()}) > 1 or any(group.asked is not None for group in groups.groups)
     nodes = bare.contents.nodes
-    _commit(graph, bare, requests(nodes, homes, soft=soft) if is_cut else {})
-    return AutoPlacement(graph, in_parts(step_graph(graph, values, step.feeds)), groups, found, costs, tasks)
+    _commit(graph, bare, requests(nodes, homes, soft=soft) if is_cut else {}, late)
+    parts = in_parts(step_graph(graph, values, step.feeds))
+    return AutoPlacement(graph, parts, groups, found, timeline, costs, tasks)
 
 
 def _bare(graph: Graph, values: Sequence[Value], feeds: Any) -> tuple[Graph, tuple[Any, ...]]:
@@ -188,9 +191,9 @@ def _batch(graph: Graph, keys: Iterable[Any], batch: Iterable[Any]) -> Sequence[
     return Feeder(graph, [(key, fed_by(graph, key)) for key in keys]).fed(batch)[0]
 
 
-def _commit(graph: Graph, bare: Graph, asks: Mapping[int, str]) -> None:
-    """Let nodes of the graph ask for these devices. Requests of an earlier placement go."""
-    contents, graph.attached[_GIVEN] = placed(bare.contents, asks)
+def _commit(graph: Graph, bare: Graph, asks: Mapping[int, str], late: Collection[int] = ()) -> None:
+    """Let nodes of the graph ask for these devices. Requests of an earlier placement go. late: as of `placed`."""
+    contents, graph.attached[_GIVEN] = placed(bare.contents, asks, late)
     graph.commit(contents)
 
 
