@@ -258,35 +258,41 @@ def branches(name: str, width: int, batch: int) -> tuple[dict[Any, torch.Tensor]
 
 
 def auto(rounds: int = 40, width: int = 1024, batch: int = 256, runs: int = 5) -> None:
-    """Medians of untraced steps on two tasks and on one, taken in turn, beside the predictions."""
+    """Medians of steps on two tasks and on one, taken in turn, beside the predictions.
+
+    Every fourth turn is traced: the prediction of the same minutes is by these traces, as the first ones may have been
+    taken while the machine was more or less busy.
+    """
     steps = {name: branches(f"auto_{name.replace(' ', '_')}", width, batch) for name in ("two tasks", "one task")}
+    tasks = {"two tasks": 2, "one task": 1}
     found: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     with workers(3) as client, tfnb.connect(client, ps=1):
         for name, (fed, fetches) in steps.items():
-            for turn in range(2):
-                placement = tfnb.place(fetches, "auto", tasks=2 if name == "two tasks" else 1)
-                found[f"{name}, predicted {'by formula' if not turn else 'from traces'}"] = placement.seconds * 1e3
-                for _ in range(0 if turn else runs):
-                    tfnb.run(fetches, fed, trace=True)
+            found[f"{name}, by formula"] = tfnb.place(fetches, "auto", tasks=tasks[name]).seconds * 1e3
+            for _ in range(runs):
+                tfnb.run(fetches, fed, trace=True)
+            placement = tfnb.place(fetches, "auto", tasks=tasks[name])
+            found[f"{name}, by {runs} traces"] = placement.seconds * 1e3
             print(f"{name}: {placement}", flush=True)
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        rows = [*steps["one task"][0].values()]
         for turn in range(-3, rounds):
             losses = []
             for name in sorted(steps, reverse=bool(turn % 2)):
-                fed, fetches = steps[name]
-                fed = dict(zip(fed, [*steps["one task"][0].values()], strict=True))
+                keys, fetches = steps[name]
                 start = time.perf_counter()
-                losses.append(tfnb.run(fetches, fed)[0])
-                seconds[name].append(time.perf_counter() - start)
-            assert turn >= 0 or losses[0] == losses[1], losses
+                losses.append(tfnb.run(fetches, dict(zip(keys, rows, strict=True)), trace=turn % 4 == 3)[0])
+                seconds[name] += [time.perf_counter() - start] if turn >= 0 and turn % 4 != 3 else []
+            assert losses[0] == losses[1] or turn >= 0, losses
+        for name, (_, fetches) in steps.items():
+            found[f"{name}, by traces of these minutes"] = tfnb.place(fetches, "auto", tasks=tasks[name]).seconds * 1e3
     for name, each in seconds.items():
-        found[name] = statistics.median(each[3:]) * 1e3
-        predicted = found[f"{name}, predicted from traces"]
-        print(
-            f"{name}: {found[name]:.1f} ms a step, predicted {predicted:.1f} after {runs} traced runs, "
-            f"{predicted / found[name] - 1:+.0%} (target {PREDICTED_TARGET:.0%}); by formula "
-            f"{found[f'{name}, predicted by formula']:.1f} ms"
-        )
+        found[name] = statistics.median(each) * 1e3
+        predicted = {
+            by: ms for key, ms in found.items() if key.startswith(f"{name}, ") for by in [key[len(name) + 2 :]]
+        }
+        words = ", ".join(f"{ms:.1f} {by} ({ms / found[name] - 1:+.0%})" for by, ms in predicted.items())
+        print(f"{name}: {found[name]:.1f} ms a step; predicted {words} (target {PREDICTED_TARGET:.0%})")
     ratio = statistics.median(a / b for a, b in zip(seconds["two tasks"], seconds["one task"], strict=True))
     print(f"two tasks take {ratio:.2f} of the time of one")
     said("parts auto", found | {"ratio": ratio})
