@@ -117,5 +117,7 @@ def test_values_of_a_step_as_ops_and_bytes(net: Any) -> None:
     assert len(made.stored) == 4 * 4 and len(weights) == 3, "a weight, and its two averages"
     assert made.values[next(v for v, each in enumerate(made.values) if names[each.maker] == "loss")].bytes == 4
     gradients = {value for op, node in enumerate(found.nodes) if "update" in node.tags for value in made.takes[op]}
-    assert gradients <= made.kept
+    assert made.staged == gradients - made.stored <= made.kept and len(made.staged) == 4
+    here = found.problem(lambda node: 1.0, costs.size, has_server=False)
+    assert here.kept == made.kept and not here.staged
     assert all(made.values[value].maker < op for op, taken in enumerate(made.takes) for value in taken)

@@ -57,8 +57,13 @@ class GroupedStep:
     group_of: Mapping[int, int]
     free: frozenset[int]
 
-    def problem(self, seconds: Callable[[Node], float], size: Callable[[Node, int], int]) -> PlacementProblem:
-        """The step as ops and values. seconds: of a node; size: bytes of an output of a node."""
+    def problem(
+        self, seconds: Callable[[Node], float], size: Callable[[Node, int], int], *, has_server: bool = True
+    ) -> PlacementProblem:
+        """The step as ops and values. seconds: of a node; size: bytes of an output of a node.
+
+        has_server: whether one server takes all that the step writes, from one task.
+        """
         numbers = {node.id: number for number, node in enumerate(self.nodes)}
         values: dict[Value, int] = {}
         makers: list[OpValue] = []
@@ -69,23 +74,26 @@ class GroupedStep:
                 makers.append(OpValue(numbers[value.node], size(self.state.nodes[value.node], value.index)))
             return values[value]
 
-        takes, kept, stored = [], set[int](), set[int]()
+        takes, kept, stored, staged = [], set[int](), set[int](), set[int]()
         for node in self.nodes:
             taken = [value_of(value) for value in _operands(node) if value.node in numbers]
             takes.append([*dict.fromkeys(taken)])
             if "update" in node.tags:  # done when the step is written
-                kept.update(taken)
-        for value in (*self.step.fetches, *self.state.final.values()):
-            value = self.state.resolved(value)
+                staged.update(taken)
+        for value in map(self.state.resolved, self.state.final.values()):
+            if value.node in numbers and "update" not in self.state.nodes[value.node].tags:
+                staged.add(value_of(value))
+        for value in map(self.state.resolved, self.step.fetches):
             if value.node in numbers:
                 kept.add(value_of(value))
         for value, number in values.items():
             if self.state.nodes[value.node].op == "tfnb.read":
                 stored.add(number)
+        staged -= stored
         return PlacementProblem(
             [seconds(node) for node in self.nodes], takes, makers, [self.group_of[node.id] for node in self.nodes],
             [tuple(place.number for place in group.places) for group in self.groups],
-            frozenset(kept), frozenset(stored),
+            frozenset(kept | staged), frozenset(stored), frozenset(staged) if has_server else frozenset(),
         )  # fmt: skip
 
 

@@ -51,7 +51,8 @@ class PlacementProblem:
 
     seconds: of each op. takes: by op, the numbers of the values that it takes. groups: the group of each op. places: by
     group, the numbers of the places where it may be. kept: numbers of the values that are held until the step is over.
-    stored: those that are Variables' own, which take no memory where they are read.
+    stored: those that are Variables' own, which take no memory where they are read. staged: those that go to a server,
+    from the place that makes most of their bytes.
     """
 
     seconds: Sequence[float]
@@ -61,6 +62,7 @@ class PlacementProblem:
     places: Sequence[Sequence[int]]
     kept: frozenset[int] = frozenset()
     stored: frozenset[int] = frozenset()
+    staged: frozenset[int] = frozenset()
 
     @cached_property
     def users(self) -> list[list[int]]:
@@ -175,7 +177,7 @@ class Timeline:
                 lives[value, place] = start, self.seconds if value in problem.kept else end
         for bar in self.messages:
             source, to = bar.lane
-            lives[bar.value, to] = bar.start, bar.end
+            lives[bar.value, to] = bar.start, self.seconds if bar.value in problem.staged else bar.end
             start, end = lives[bar.value, source]
             lives[bar.value, source] = start, max(end, bar.end)
         for op, taken in enumerate(problem.takes):
@@ -267,12 +269,31 @@ def _segments(
         segment_of[op] = segment
         bars[segment].ops.append(op)
         needs[segment] |= before - {segment}
+    for value, lane in _gathered(problem, homes):
+        if (value, lane[1]) not in messages:
+            messages[value, lane[1]] = len(bars)
+            bars.append(TimelineBar(lane, value=value))
+            needs.append({segment_of[problem.values[value].maker]})
     for (value, _), message in messages.items() if late else ():
         maker = problem.values[value].maker
         if maker in late:
             users = (op for op in problem.users[value] if homes[op] == homes[maker])
             needs[message] |= {segment_of[op] for op in users}
     return bars, needs
+
+
+def _gathered(problem: PlacementProblem, homes: Sequence[int | None]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """The staged values that another place than their own sends to the server, with the link to that place."""
+    made: dict[int, int] = {}
+    for value in sorted(problem.staged):
+        home = homes[problem.values[value].maker]
+        if home is not None:
+            made[home] = made.get(home, 0) + problem.values[value].bytes
+    sender = max(sorted(made), key=lambda place: made[place], default=None)
+    for value in sorted(problem.staged):
+        home = homes[problem.values[value].maker]
+        if home is not None and sender is not None and home != sender:
+            yield value, (home, sender)
 
 
 def with_late_messages(timeline: Timeline, links: Links) -> Timeline:

@@ -169,7 +169,9 @@ def _searched(graph: Graph, values: Sequence[Value], feeds: Any, tasks: int, sof
         is_done = node.id in stays and "update" not in node.tags  # an update is done when the step is written
         return costs.seconds(node, bare.contents) if is_done else 0.0
 
-    found = search(groups.problem(seconds, costs.size), costs.links)
+    cluster = connected()
+    has_server = cluster is None or len(cluster.servers) == 1  # as connect(4) has; of several, each takes its share
+    found = search(groups.problem(seconds, costs.size, has_server=has_server), costs.links)
     timeline = with_late_messages(chosen(found), costs.links)
     at, late = timeline.at, {groups.nodes[op].id for op in timeline.late}
     homes = {number: at[group] or 0 for number, group in groups.group_of.items() if number in groups.free}
