@@ -6,7 +6,7 @@ import torch
 
 import tfnb
 from tests.cluster.test_parts_there import assert_nothing_left
-from tests.placement.test_auto_placement import fed, take_long, tasks_asked, two_branches
+from tests.placement.test_auto_placement import fed, take_long, tasks_asked, three_places, two_branches
 
 
 def test_a_training_placed_over_two_tasks_gives_the_bits_of_one_process(connect, dask) -> None:
@@ -31,4 +31,18 @@ def test_a_training_placed_over_two_tasks_gives_the_bits_of_one_process(connect,
     assert times.margin.before > 0 and times.margin.after > 0
     again = tfnb.place([net.loss, net.train], "auto")
     assert again.timeline.seconds <= sum(event.seconds for event in measured.events), "what ran, one after the other"
+    assert_nothing_left(dask)
+
+
+def test_a_value_is_sent_when_its_own_task_has_used_it(connect, dask) -> None:
+    step = three_places()
+    connect(3)
+    placement = tfnb.place([step.u, step.c], "auto")
+    assert placement.timeline.late
+    torch.testing.assert_close(tfnb.run([step.u, step.c], step.fed, trace=True), step.wanted)
+    measured = placement.measured
+    assert measured is not None
+    used = next(event for event in measured.events if event.node is not None and event.node.name == "u")
+    sent = next(each for each in measured.transmissions if each.name == "h" and each.to == "task:1")
+    assert used.end <= sent.start + 1e-3, "of one host: the clocks agree"
     assert_nothing_left(dask)

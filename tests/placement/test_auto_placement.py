@@ -108,7 +108,8 @@ def test_the_same_step_is_placed_the_same_way() -> None:
     assert places[0] == places[1]
 
 
-def test_a_value_that_others_need_later_is_sent_when_it_was_used() -> None:
+def three_places() -> SimpleNamespace:
+    """A step over three tasks in which task 1 needs a value of task 0 late, said to take seconds."""
     with tfnb.record() as graph:
         x, w = (tfnb.placeholder(torch.ones(size), shape=(size,), name=name) for size, name in ((20, "x"), (25, "w")))
         with tfnb.device("task:1"):
@@ -124,19 +125,25 @@ def test_a_value_that_others_need_later_is_sent_when_it_was_used() -> None:
     times = graph.attached["times"] = StepTimes()
     for tensor, seconds in ((h, 1.0), (a, 4.0), (d, 3.0), (t, 2.0), (u, 2.0)):
         times.ops[op_key(tensor.node, graph.contents, {}) or ()].append(seconds)
-    bare = [node.tags for node in graph.nodes]
-    placement = tfnb.place([u, c], "auto", tasks=3)
-    late = [node for node in graph.nodes if LATE in node.tags]
-    assert late == [h.node] and placement.timeline.peaks[1] == 4 + 80 + 80
+    fed = {x: torch.linspace(0, 1, 20), w: torch.linspace(0, 1, 25)}
+    wanted = [fed[x].exp() + fed[x].sum(), fed[x].exp() + fed[w].exp().sum().tanh()]
+    return SimpleNamespace(graph=graph, h=h, u=u, c=c, fed=fed, wanted=wanted)
+
+
+def test_a_value_that_others_need_later_is_sent_when_it_was_used() -> None:
+    step = three_places()
+    bare = [node.tags for node in step.graph.nodes]
+    placement = tfnb.place([step.u, step.c], "auto", tasks=3)
+    late = [node for node in step.graph.nodes if LATE in node.tags]
+    assert late == [step.h.node] and placement.timeline.peaks[1] == 4 + 80 + 80
     (send,) = (node for node in placement.parts[0].graph.nodes if node.name == "send h -> task:1")
-    assert u.node.id in send.control
-    fed = {x: torch.rand(20), w: torch.rand(25)}
-    found = tfnb.Session(graph, executor="parts").run([u, c], fed)
-    torch.testing.assert_close(found, [fed[x].exp() + fed[x].sum(), fed[x].exp() + fed[w].exp().sum().tanh()])
-    tfnb.place([u, c], stages=None)
-    assert LATE in h.node.tags, "only looked at"
-    tfnb.place(u, "auto", tasks=3)
-    assert [node.tags for node in graph.nodes] == bare
+    assert step.u.node.id in send.control
+    found = tfnb.Session(step.graph, executor="parts").run([step.u, step.c], step.fed)
+    torch.testing.assert_close(found, step.wanted)
+    tfnb.place([step.u, step.c])
+    assert LATE in step.h.node.tags, "only looked at"
+    tfnb.place(step.u, "auto", tasks=3)
+    assert [node.tags for node in step.graph.nodes] == bare
 
 
 def test_a_chain_stays_on_one_task_and_says_so() -> None:

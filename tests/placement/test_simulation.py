@@ -40,7 +40,6 @@ def test_a_place_sends_when_all_that_waits_for_the_same_messages_is_done() -> No
     ]  # fmt: skip
     assert timeline.seconds == pytest.approx(6.6) and timeline.sent == 60
     assert timeline.critical() == [3, 2, 0, 1]
-    assert timeline.busy == pytest.approx({0: 4.0, 1: 1.0})
 
 
 def test_messages_of_a_link_follow_each_other_and_their_latencies_overlap() -> None:

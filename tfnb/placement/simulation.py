@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tfnb.memory.lane_clock import LaneClock
 
-LATE = 64  # values that are tried to be sent late
+TRIALS = 64  # values that are tried to be sent late
 
 
 class LinkCost(NamedTuple):
@@ -117,14 +117,6 @@ class Timeline:
     def sent(self) -> int:
         """Bytes that cross."""
         return sum(self.problem.values[bar.value].bytes for bar in self.messages)
-
-    @cached_property
-    def busy(self) -> Mapping[int, float]:
-        """The seconds that each place computes."""
-        found: dict[int, float] = {}
-        for bar in self.segments:
-            found[bar.lane[0]] = found.get(bar.lane[0], 0.0) + bar.end - bar.start
-        return found
 
     def critical(self) -> list[int]:
         """The groups on the critical path, from its end to its begin: of segments, and of the values between."""
@@ -299,7 +291,7 @@ def _gathered(problem: PlacementProblem, homes: Sequence[int | None]) -> Iterato
 def with_late_messages(timeline: Timeline, links: Links) -> Timeline:
     """The same placement with values sent late (S-154), so that receivers hold them for less time.
 
-    Value by value, where the step takes no longer and no place holds more at once; at most `LATE` values are tried,
+    Value by value, where the step takes no longer and no place holds more at once; at most `TRIALS` values are tried,
     the largest first.
     """
     problem = timeline.problem
@@ -307,7 +299,7 @@ def with_late_messages(timeline: Timeline, links: Links) -> Timeline:
     for bar in timeline.messages:
         maker, size = problem.values[bar.value]
         sizes[maker] = max(sizes.get(maker, 0), size)
-    for maker in sorted(sizes, key=lambda maker: (-sizes[maker], maker))[:LATE]:
+    for maker in sorted(sizes, key=lambda maker: (-sizes[maker], maker))[:TRIALS]:
         trial = simulate(problem, timeline.at, links, timeline.late | {maker})
         is_better = trial.seconds <= timeline.seconds and trial.peaks != timeline.peaks
         if is_better and all(trial.peaks[place] <= most for place, most in timeline.peaks.items()):
