@@ -57,9 +57,9 @@ def test_the_most_that_a_place_holds() -> None:
     assert split.peaks == {0: 110, 1: 11}
     sending = problem([(1.0, [], 100), (0.0, [], 0), (1.0, [1], 30), (1.0, [0], 0)])
     assert simulate(sending, [0, 1, 0, 1], lambda source, to: SLOW).peaks == {0: 130, 1: 100}, "until it has arrived"
-    stored = problem([(1.0, [], 100), (1.0, [0], 10)], stored=frozenset({0}))
-    assert simulate(stored, [0, 0], lambda source, to: SLOW).peaks == {0: 10}
-    assert simulate(stored, [0, 1], lambda source, to: SLOW).peaks == {1: 110}
+    stored = problem([(1.0, [], 1), (1.0, [], 100), (1.0, [0, 1], 10)], stored=frozenset({1}))
+    assert simulate(stored, [0, 0, 0], lambda source, to: SLOW).peaks == {0: 11}
+    assert simulate(stored, [0, 0, 1], lambda source, to: SLOW).peaks == {0: 1, 1: 111}
     kept = problem([(1.0, [], 100), (1.0, [], 10), (1.0, [], 30)], kept=frozenset({0}))
     assert simulate(kept, [0, 0, 0], lambda source, to: SLOW).peaks == {0: 130}
 

@@ -177,8 +177,8 @@ class Timeline:
             if place is not None:
                 for key in [(value, place) for value in taken if (value, place) in lives]:
                     lives[key] = lives[key][0], max(lives[key][1], times[op][1])
-        homes_of_stored = ((value, homes[problem.values[value].maker]) for value in problem.stored)
-        return {key: life for key, life in lives.items() if key not in {*homes_of_stored}}
+        own = {(value, homes[problem.values[value].maker]) for value in problem.stored}
+        return {key: life for key, life in lives.items() if key not in own}
 
 
 def simulate(
