@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 import tfnb
+from tfnb.execution.compiling.package_cache import packages
 from tfnb.execution.tracing.trace import Event, Trace, Transmission
 from tfnb.placement.costs import LATENCY, RATE, PlacementCosts, Roofline, RunMargins, StepTimes, op_key
 from tfnb.placement.simulation import LinkCost
-from tfnb.session.machine_speed import machine_speed
+from tfnb.session.machine_speed import FILE, machine_speed
 
 SPEED = Roofline(start=1e-5, flops=1e9, bytes=1e9)
 
@@ -103,3 +105,9 @@ def test_the_speed_of_this_machine_is_kept() -> None:
     assert 1e-8 < found.start < 1e-2 and found.flops > 1e7 and found.bytes > 1e7
     machine_speed.cache_clear()
     assert machine_speed() == found, "the file has it"
+    path = packages().folder.parent / FILE
+    name = next(name for name, speed in json.loads(path.read_text()).items() if speed == [*found])
+    for text in ("no speeds", "[1]", json.dumps({name: [1e-6, 0.0, 1e9]}), json.dumps({name: ["x"]})):
+        path.write_text(text)
+        machine_speed.cache_clear()
+        assert min(machine_speed()) > 0 and json.loads(path.read_text())[name] == [*machine_speed()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -38,8 +39,8 @@ def machine_speed() -> Roofline:
 def _known(path: Path) -> dict[str, list[float]]:
     """The speeds in a file, by machine; none where the file is not there, or is no file of ours."""
     try:
-        found = json.loads(path.read_text())
-        return {name: [float(number) for number in numbers] for name, numbers in found.items() if len(numbers) == 3}
+        found = {name: [*map(float, numbers)] for name, numbers in json.loads(path.read_text()).items()}
+        return {name: each for name, each in found.items() if len(each) == 3 and all(0 < n < math.inf for n in each)}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
