@@ -24,16 +24,23 @@ from tfnb import view, watching
 from tfnb.cluster.notebook import card
 from tfnb.doctor import DoctorReport, Finding
 from tfnb.execution.pack_step import PackPlan, PackRun
+from tfnb.execution.tracing.trace import Event, Trace
 from tfnb.fitting import background, comparing, fit_loop
 from tfnb.graph import Contents, Graph, Spec, Variable
 from tfnb.magics import text_table
 from tfnb.memory.lane_clock import Bar, LaneTimes
 from tfnb.memory.moves import MoveKind, MovePolicy, Schedule
 from tfnb.memory.pack_tasks import DeviceItem, PackPiece, PackTask, Phase, Role
-from tfnb.passes import pipeline
+from tfnb.passes import pipeline, step_graph
 from tfnb.passes.flow.places import Place
 from tfnb.passes.flow.reasons import StepParts, parts_of_graph
+from tfnb.passes.flow.step_flow import CutOptions, in_parts
+from tfnb.placement.costs import PlacementCosts, Roofline
+from tfnb.placement.groups import grouped
+from tfnb.placement.placement_search import search
+from tfnb.placement.simulation import LinkCost
 from tfnb.placement.stages import PipelineStage, StagedStep
+from tfnb.session.auto_placement import AutoPlacement
 from tfnb.state import checkpoint
 from tfnb.widgets import curve, progress
 from tfnb.widgets.budget_slider import BudgetSlider
@@ -79,6 +86,19 @@ def staged(text: str) -> StagedStep:
     """A step of a graph of this name, in a stage of a module of this name."""
     stage = PipelineStage(Place(0), (text,), 1, 1, 1.0, 1)
     return StagedStep(graph(text), placed(text)._step, (stage,))
+
+
+def searched(text: str) -> AutoPlacement:
+    """A step of a graph of this name, placed by a search, and a traced run of it."""
+    nodes = tuple(replace(node, device=None) for node in graph(text).nodes[:3])
+    whole = Graph(text, Contents(nodes))
+    step = step_graph(whole, [nodes[-1].value()], [nodes[0].value()])
+    groups = grouped(step, 2)
+    found = search(groups.problem(lambda node: 1.0, lambda node, output: 8), lambda source, to: LinkCost(0.1, 1e9))
+    parts = in_parts(step, CutOptions(is_optimized=True))
+    placement = AutoPlacement(whole, parts, groups, found, found.best, PlacementCosts(Roofline(1.0, 1.0, 1.0)), 2)
+    whole.attached["trace"] = Trace(whole, step.fetches, (Event(nodes[-1], 0.0, 1.0, 8, text, text),), (), 1.0, 0)
+    return placement
 
 
 def saved(text: str) -> checkpoint.Checkpoint:
@@ -138,6 +158,7 @@ PRODUCERS: dict[str, Callable[[str], str]] = {
     "tfnb.passes.pipeline.Passes": lambda text: passed(text)._repr_html_() + passed(text)._repr_svg_(),
     "tfnb.passes.flow.reasons.StepParts": lambda text: placed(text)._repr_html_(),
     "tfnb.placement.stages.StagedStep": lambda text: staged(text)._repr_html_(),
+    "tfnb.session.auto_placement.AutoPlacement": lambda text: searched(text)._repr_html_(),
     "tfnb.magics.text_table.Table": lambda text: text_table.Table((text,), [(text,)])._repr_html_(),
     "tfnb.widgets.progress": paneled,
     "tfnb.widgets.curve": lambda text: "".join([

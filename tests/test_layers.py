@@ -28,7 +28,7 @@ BELOW = {
     "memory": "passes",
     "state": "gradients",
     "execution": "memory state control_flow",
-    "placement": "passes",
+    "placement": "memory",
     "cluster": "execution placement escaping",
     "control_flow": "recording",
     "train": "gradients state control_flow",
@@ -58,7 +58,7 @@ FLOORS = {
     "cluster": "connected wire server queues modes tasks engine members notebook recovery driver",
     "session": (
         "printed feeding divided_feeds structures breakpoints prepared value_cache step_runner step "
-        "checkpoint_graphs saved_state step_parts session"
+        "checkpoint_graphs saved_state machine_speed auto_placement step_parts session"
     ),
     "fitting": "fit_display fit_options checkpoints fit_loop background snapshots comparing",
     "control_flow": "structure tensor_array branches loops frontend staging",
@@ -76,6 +76,7 @@ LATE = {
     ("tfnb/graph/queue.py", "tfnb.view"): "a repr asks view",
     ("tfnb/session/breakpoints.py", "tfnb.view"): "a repr asks view",
     ("tfnb/session/session.py", "tfnb.view"): "a repr asks view",
+    ("tfnb/session/auto_placement.py", "tfnb.view"): "a repr asks view",
     ("tfnb/state/checkpoint.py", "tfnb.view"): "a repr asks view",
     ("tfnb/recording/values/tensor.py", "tfnb.view"): "a repr asks view",
     ("tfnb/cluster/notebook/card.py", "tfnb.view"): "a repr asks view",

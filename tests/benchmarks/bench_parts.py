@@ -5,7 +5,9 @@ with and without a barrier in each iteration). Side by side, a `scan` whose task
 no message in an iteration; and a chain, whose value goes from task to task, and whose predicate travels from the last
 one to all others. cut: a training step cut in two parts, both in this process, beside the uncut one. mlp: a step of a
 net of two layers, each on a task of its own, beside the same step on one task, and plain Dask actors with a layer each.
-Results are compared before anything is timed.
+auto: a net of two branches that ``tfnb.place(step, "auto")`` puts on two tasks by the times of five traced runs, its
+predicted time beside the measured one, and beside the same step on one task. Results are compared before anything is
+timed.
 
 Each row prints what it measured beside its target, and one line of JSON.
 """
@@ -16,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ ITERATIONS = {"side by side": 10_000, "chain": 1_000}
 TARGETS = {"side by side": 30_000, "chain": 2_000}  # iterations a second, of each number of tasks
 CUT_TARGET, CUT_MS = 1.03, 10
 PLAIN_TARGET = 1.0  # of the time of plain Dask actors, at most
+PREDICTED_TARGET = 0.15  # of the measured time, by which a prediction may be wrong
 RATE = 0.05
 
 
@@ -240,7 +244,69 @@ def mlp(rounds: int = 60, width: int = 768, batch: int = 128) -> None:
     said("parts mlp", found)
 
 
-ROWS = {"loops": loops, "cut": cut, "mlp": mlp}
+# -- a placement by search ------------------------------------------------------------------------------------------
+
+
+def branches(name: str, width: int, batch: int) -> tuple[dict[Any, torch.Tensor], list[Any]]:
+    """A training step of two branches of three layers: what is fed, and what is fetched."""
+    torch.manual_seed(0)
+
+    def branch() -> nn.Module:
+        sizes = (784, width, width, width)
+        layers = [nn.Sequential(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(sizes)]
+        return nn.Sequential(*layers)
+
+    both, head = nn.ModuleList([branch(), branch()]), nn.Linear(2 * width, 10)
+    with tfnb.record(name):
+        x = tfnb.placeholder(torch.randn(batch, 784), name="x")
+        y = tfnb.placeholder(torch.randint(10, (batch,)), name="y")
+        loss = F.cross_entropy(head(torch.cat([each(x) for each in both], 1)), y)
+        step = tfnb.train.SGD(RATE).minimize(loss)
+    return {x: torch.randn(batch, 784), y: torch.randint(10, (batch,))}, [loss, step]
+
+
+def auto(rounds: int = 40, width: int = 1024, batch: int = 256, runs: int = 5) -> None:
+    """Medians of steps on two tasks and on one, taken in turn, beside the predictions.
+
+    Every fourth turn is traced: the prediction of the same minutes is by these traces, as the first ones may have been
+    taken while the machine was more or less busy.
+    """
+    steps = {name: branches(f"auto_{name.replace(' ', '_')}", width, batch) for name in ("two tasks", "one task")}
+    tasks = {"two tasks": 2, "one task": 1}
+    found: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    with workers(3) as client, tfnb.connect(client, ps=1):
+        for name, (fed, fetches) in steps.items():
+            found[f"{name}, by formula"] = tfnb.place(fetches, "auto", tasks=tasks[name]).seconds * 1e3
+            for _ in range(runs):
+                tfnb.run(fetches, fed, trace=True)
+            placement = tfnb.place(fetches, "auto", tasks=tasks[name])
+            found[f"{name}, by {runs} traces"] = placement.seconds * 1e3
+            print(f"{name}: {placement}", flush=True)
+        rows = [*steps["one task"][0].values()]
+        for turn in range(-3, rounds):
+            losses = []
+            for name in sorted(steps, reverse=bool(turn % 2)):
+                keys, fetches = steps[name]
+                start = time.perf_counter()
+                losses.append(tfnb.run(fetches, dict(zip(keys, rows, strict=True)), trace=turn % 4 == 3)[0])
+                seconds[name] += [time.perf_counter() - start] if turn >= 0 and turn % 4 != 3 else []
+            assert losses[0] == losses[1] or turn >= 0, losses
+        for name, (_, fetches) in steps.items():
+            found[f"{name}, by traces of these minutes"] = tfnb.place(fetches, "auto", tasks=tasks[name]).seconds * 1e3
+    for name, each in seconds.items():
+        found[name] = statistics.median(each) * 1e3
+        predicted = {
+            by: ms for key, ms in found.items() if key.startswith(f"{name}, ") for by in [key[len(name) + 2 :]]
+        }
+        words = ", ".join(f"{ms:.1f} {by} ({ms / found[name] - 1:+.0%})" for by, ms in predicted.items())
+        print(f"{name}: {found[name]:.1f} ms a step; predicted {words} (target {PREDICTED_TARGET:.0%})")
+    ratio = statistics.median(a / b for a, b in zip(seconds["two tasks"], seconds["one task"], strict=True))
+    print(f"two tasks take {ratio:.2f} of the time of one")
+    said("parts auto", found | {"ratio": ratio})
+
+
+ROWS = {"loops": loops, "cut": cut, "mlp": mlp, "auto": auto}
 
 
 def main() -> None:

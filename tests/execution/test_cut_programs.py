@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import tfnb
 from tests.control_flow.random_programs import Block, program
 from tests.control_flow.test_random_states import FEEDS, Pair
 from tests.execution.shuffled import assert_cut, cut_anew, program_in_parts, random_requests, shuffled
+from tfnb.graph.ops import LATE
+from tfnb.passes.flow.cut import SEND
 
 GRAPHS = int(os.environ.get("TFNB_GRAPHS", "0"))  # more random graphs than the slow tests run: 5000
 QUICK, CHUNK, CUTS = 12, 10, 5
@@ -57,8 +60,13 @@ def assert_equal(found: Any, expected: Any, what: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
 
 
-def check_random_program(seed: int, order: int, cuts: int = 1, kind: Callable[[int], Block] = program) -> int:
-    """A random nested program, its gradients and those of these; how many messages there were."""
+def check_random_program(
+    seed: int, order: int, cuts: int = 1, kind: Callable[[int], Block] = program, share_late: float = 0.0
+) -> int:  # fmt: skip
+    """A random nested program, its gradients and those of these; how many messages there were.
+
+    share_late: of nodes whose values are sent late.
+    """
     rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
     block = kind(seed)
     with tfnb.record() as g, tfnb.device(random_requests(seed, rng.randint(1, 5), rng.choice(SHARES))):
@@ -67,8 +75,60 @@ def check_random_program(seed: int, order: int, cuts: int = 1, kind: Callable[[i
         for _ in range(order):
             found = [d for d in tfnb.gradients(sum(y.sum() for y in found), xs) if d is not None]
             outs = [*outs, *found]
+    if share_late:
+        send_late(g, rng, share_late)
     fed = dict(zip(xs, torch.rand(3, 2, dtype=F64, generator=gen) * 4 - 2, strict=True))
     return assert_same_cut(g, outs, [fed], seed, cuts)
+
+
+def send_late(graph: tfnb.Graph, rng: random.Random, share: float) -> None:
+    """Let a share of the nodes send their values when their own places have used them."""
+    nodes = (replace(n, tags=n.tags | {LATE}) if rng.random() < share else n for n in graph.nodes)
+    graph.commit(replace(graph.contents, nodes=tuple(nodes)))
+
+
+def straight_program(xs: Sequence[torch.Tensor], draws: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Values that are used again and again, by any task. draws: of each, its op, its operands and its task."""
+    values = [*xs]
+    for op, one, other, task in draws:
+        with tfnb.device(f"task:{task}", soft=True):
+            made = (torch.add, torch.sub, torch.maximum)[op]
+            values.append(made(values[one % len(values)].tanh(), values[-1 - other % len(values)]))
+    return values[-4:]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_values_that_are_sent_late_are_the_same_and_no_place_waits_for_itself(seed: int) -> None:
+    rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
+    draws = [(rng.randrange(3), rng.randrange(99), rng.randrange(5), rng.randrange(4)) for _ in range(24)]
+    with tfnb.record() as g:
+        xs = [tfnb.placeholder(torch.rand(2, dtype=F64, generator=gen), shape=(2,)) for _ in range(3)]
+        outs = straight_program(xs, draws)
+    send_late(g, rng, rng.choice([1.0, 0.5]))
+    step = tfnb.place(outs)
+    waits = [op for part in step._step.parts for op in part.flow.ops if op.kind == SEND and op.after]
+    assert seed or waits, "the first one has some"
+    fed = dict(zip(xs, torch.rand(3, 2, dtype=F64, generator=gen), strict=True))
+    assert assert_same_cut(g, outs, [fed], seed, CUTS) > 0
+
+
+def test_each_of_two_ops_of_one_function_is_waited_for() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(3, dtype=F64), name="x")
+        with tfnb.device("task:0", soft=True):
+            first, second = x.exp(), x.sin()
+        with tfnb.device("task:1", soft=True):
+            third, fourth = x.cos(), x.tan()
+        outs = []
+        for before, value in ((first, third), (second, fourth)):
+            with tfnb.device("task:0", soft=True), tfnb.control_dependencies([before]):
+                outs.append(value + 1)
+    assert assert_same_cut(g, outs, [{x: torch.linspace(0, 1, 3, dtype=F64)}], 0) == 2
+
+
+@pytest.mark.parametrize("seed", range(QUICK))
+def test_random_programs_whose_values_are_sent_late(seed: int) -> None:
+    check_random_program(seed, seed % 2, CUTS, share_late=0.5)
 
 
 @pytest.mark.parametrize("seed", range(QUICK))

@@ -153,7 +153,7 @@ def test_another_number_of_stages_places_anew_and_a_gradient_that_is_recorded_la
 def test_parts_give_the_values_of_one_device_and_measuring_writes_nothing(tied: bool) -> None:
     here, there = Net(tied=tied), Net(tied=tied)
     before = {name: value.clone() for name, value in there.model.state_dict().items()}
-    shown = tfnb.place([there.loss, there.train], {there.x: torch.ones(6, 8)}, stages=3)
+    shown = tfnb.place([there.loss, there.train], feeds={there.x: torch.ones(6, 8)}, stages=3)
     assert all(torch.equal(value, before[name]) for name, value in there.model.state_dict().items())
     assert sum(s.variables for s in shown.stages) == sum(
         v.numel() * v.element_size() for v in {*here.model.buffers()}

@@ -27,6 +27,7 @@ HOISTED = "hoisted"  # tag of an update that was taken out of a branch: it is do
 STATEMENT = "statement"  # tag of an assign in torch's way (in place, by rebinding, of statistics): it belongs to a step
 NAMED = "named"  # tag of a node whose name was given by ``name=``
 STEP = "optimizer step"  # tag of the group that an optimizer's step is
+LATE = "late"  # tag of a node whose value goes to other places when its own place has used it
 UNORDERED, LOCKING = "unordered", "locking"  # tags of what `tfnb.unordered` has inside; of writes under a lock
 OPTIONAL = "optional"  # attr of such a branch: places of outputs that are None where the other side was taken
 REGIONS = frozenset({COND, WHILE})  # hold subgraphs: see tfnb.graph.subgraph

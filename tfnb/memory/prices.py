@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import inf, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -28,6 +28,13 @@ MOVED_ELSEWHERE = 64.0
 RATE = 2 / MOVED["cpu"]  # bytes that go one way in the time in which kernels of the CPU move one
 START = 32 << 10  # bytes that a kernel moves in the time that it takes to start one
 _FREE = frozenset({"tfnb.placeholder", "tfnb.constant", "tfnb.guard", WITH_GRADIENT})
+
+
+class KernelWork(NamedTuple):
+    """The work of one kernel: bytes of operands and results, and floating-point operations."""
+
+    bytes: float
+    flops: float
 
 
 def moving(bytes: int, device: str) -> float:
@@ -72,6 +79,12 @@ def repeats(node: Node) -> bool:
 
 def cost(node: Node, contents: Contents, sizes: Mapping[str, int]) -> float:
     """The bytes that a node takes and makes, and its arithmetic: a floating-point operation counts as an eighth."""
+    work = kernel_work(node, contents, sizes)
+    return work.bytes + work.flops / FLOPS_PER_BYTE
+
+
+def kernel_work(node: Node, contents: Contents, sizes: Mapping[str, int]) -> KernelWork:
+    """The work of a node. Operations are counted for the ops that torch's flop counter knows, products above all."""
 
     def spec(ref: Ref) -> Spec:
         value = node.inputs[ref.input]
@@ -87,12 +100,12 @@ def cost(node: Node, contents: Contents, sizes: Mapping[str, int]) -> float:
     moved = sum(prod(nominal(s, sizes)) * s.dtype.itemsize for s in specs)
     count = flop_registry.get(op.overloadpacket)
     if count is None:
-        return moved
+        return KernelWork(moved, 0)
     given = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
     given |= map_leaves(plain, node.attrs)
     args = [given.get(a.name) for a in op._schema.arguments if not a.kwarg_only]
     outs = tuple(_meta(output, sizes) for output in node.outputs)
-    return moved + count(*args, out_val=outs[0] if len(outs) == 1 else outs) / FLOPS_PER_BYTE
+    return KernelWork(moved, count(*args, out_val=outs[0] if len(outs) == 1 else outs))
 
 
 def _meta(spec: Spec, sizes: Mapping[str, int]) -> torch.Tensor:

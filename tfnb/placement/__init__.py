@@ -6,5 +6,6 @@ finds the large Variables of which a task needs only rows; `requests` checks req
 `row_means` checks that the gradients of parts of a batch average to the gradient of the whole batch; `row_guards`
 says into how many parts the sizes that a recording relies on let a batch be divided. `stages` cuts the modules of a
 step, as `module_calls` finds them, in consecutive groups of even weight; `stage_homes` says at which of them a Variable
-lies.
+lies. A placement by a search: `groups` makes groups of nodes with the places where each may be, `costs` the seconds of
+ops and messages, `simulation` the time of a step from these, and `placement_search` finds the places.
 """

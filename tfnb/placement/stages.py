@@ -7,7 +7,7 @@ the nodes, and writes the result into the graph as device requests of nodes, lik
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,13 +15,14 @@ from typing import Any
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Contents, Graph, Node
 from tfnb.graph.device_request import DeviceRequest, nested, parse
+from tfnb.graph.ops import LATE
 from tfnb.passes.flow.places import Place
 from tfnb.passes.flow.reasons import StepParts
 from tfnb.passes.flow.step_flow import StepFlow
+from tfnb.placement.costs import LATENCY, RATE
 from tfnb.placement.module_calls import ModuleCall, Passage, is_gradient, task_of
 from tfnb.placement.shards import nbytes
 
-LATENCY, RATE = 1e-4, 3e9  # seconds of a message between tasks of one host, and bytes in a second
 SLACK = 1.05  # nodes are not timed better: among cuts whose slowest stage is within this of the best, bytes decide
 INFINITE = float("inf")
 
@@ -168,6 +169,11 @@ class StageWeights:
                 found[border][stop] += sum(taken[border:stop])
         return found
 
+    def tasks(self, ends: Sequence[int]) -> dict[int, int]:
+        """The number of each node's stage, by the node's id."""
+        stages = enumerate(pairwise((0, *ends)))
+        return {n.id: number for number, (start, stop) in stages for call in self.calls[start:stop] for n in call.nodes}
+
     def stages(self, ends: Sequence[int]) -> tuple[PipelineStage, ...]:
         """The stages, as lines of a table."""
         found = []
@@ -188,23 +194,19 @@ class StageWeights:
         return tuple(found)
 
 
-def requests(
-    nodes: Iterable[Node], calls: Sequence[ModuleCall], ends: Sequence[int], *, soft: bool
-) -> dict[int, str]:  # fmt: skip
-    """The device request of each node of the stages, by id; a gradient has the request of its forward node.
+def requests(nodes: Iterable[Node], tasks: Mapping[int, int], *, soft: bool) -> dict[int, str]:
+    """The device request of each node that has a task, by id; a gradient without one has that of its forward node.
 
-    A request of the user for a task stands, and fields of others are kept.
+    tasks: numbers by the ids of nodes. A request of the user for a task stands, and fields of others are kept.
     """
     asks: dict[int, str] = {}
-    for number, (start, stop) in enumerate(pairwise((0, *ends))):
-        here = str(DeviceRequest(task=number, soft=True)) if soft else f"task:{number}"
-        for call in calls[start:stop]:
-            for node in call.nodes:
-                device = node.device
-                is_free = device is None or (parse(device).job != "ps" and parse(device).task is None)
-                asks[node.id] = here if device is None else str(nested(device, here)) if is_free else device
     for node in nodes:
-        if is_gradient(node) and node.forward in asks and task_of(node) is None:
+        number, device = tasks.get(node.id), node.device
+        if number is not None:
+            here = str(DeviceRequest(task=number, soft=True)) if soft else f"task:{number}"
+            is_free = device is None or (parse(device).job != "ps" and parse(device).task is None)
+            asks[node.id] = here if device is None else str(nested(device, here)) if is_free else device
+        elif is_gradient(node) and node.forward in asks and task_of(node) is None:
             asks[node.id] = asks[node.forward]
     return asks
 
@@ -213,24 +215,29 @@ Requests = Mapping[int, tuple[str | None, str]]
 """Device requests that stages gave, by node: the one before, and the one given."""
 
 
-def placed(contents: Contents, asks: Mapping[int, str]) -> tuple[Contents, Requests]:
-    """The contents with these requests, and the changes."""
+def placed(
+    contents: Contents, asks: Mapping[int, str], late: Collection[int] = ()
+) -> tuple[Contents, Requests]:  # fmt: skip
+    """The contents with these requests, and the changes. late: ids of nodes whose values are sent late."""
     changed = {n.id: (n.device, asks[n.id]) for n in contents.nodes if n.device != asks.get(n.id, n.device)}
-    nodes = tuple(replace(n, device=changed[n.id][1]) if n.id in changed else n for n in contents.nodes)
-    return replace(contents, nodes=nodes), changed
+    nodes = (replace(n, device=changed[n.id][1]) if n.id in changed else n for n in contents.nodes)
+    tagged = tuple(replace(n, tags=n.tags | {LATE}) if n.id in late else n for n in nodes)
+    return replace(contents, nodes=tagged), changed
 
 
 def unplaced(contents: Contents, given: Requests) -> Contents:
     """The contents before `placed`; gradients recorded later lose the request of their forward node, too."""
     before: dict[int, tuple[str | None, str]] = {}
-    nodes = []
+    nodes, has_changed = [], False
     for node in contents.nodes:
         found = given.get(node.id) or (before.get(node.forward or 0) if is_gradient(node) else None)
         if found is not None and node.device == found[1]:
             before[node.id] = found
             node = replace(node, device=found[0])
-        nodes.append(node)
-    return replace(contents, nodes=tuple(nodes)) if before else contents
+        is_late = LATE in node.tags
+        has_changed = has_changed or is_late or found is not None
+        nodes.append(replace(node, tags=node.tags - {LATE}) if is_late else node)
+    return replace(contents, nodes=tuple(nodes)) if has_changed else contents
 
 
 def _shortest(paths: Sequence[tuple[str, ...]], others: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

@@ -44,6 +44,7 @@ from tfnb.session.feeding import Fed
 from tfnb.session.prepared import PreparedRun, prepare, prepare_divided, same_step
 from tfnb.session.saved_state import SavedState
 from tfnb.session.step import PartialRun
+from tfnb.session.step_parts import learn
 from tfnb.session.step_runner import StepRunner
 from tfnb.session.structures import (
     FeedKey,
@@ -520,18 +521,19 @@ class Session:
             self._ensure_together(option, code)
         tensors, shapes = fed
         if self.cluster is not None:
-            return self._there(prepared, tensors, timeout, trace=self._keep)
+            return self._there(prepared, tensors, timeout, trace=partial(self._keep, prepared, tensors))
         program, _ = code.at(shapes)
         with profiling(how == "kernels") as profile:
             tracer = TRACERS[how](program)
             results = self._steps.step(prepared, program, tensors, timeout, tracer.forward, tracer.commit, cut)
         tracer.end(results, profile.found)
         tracer.untraced = prepared.code.code(shapes)
-        self._keep(tracer.trace())
+        self._keep(prepared, tensors, tracer.trace())
         return results
 
-    def _keep(self, trace: Trace) -> None:
+    def _keep(self, prepared: PreparedRun, tensors: list[torch.Tensor], trace: Trace) -> None:
         """The last traced run."""
+        learn(self.graph, trace, prepared.code.step, tensors)
         self.trace = self.graph.attached["trace"] = trace  # live drawings of the graph look there
 
     def _checked(
@@ -551,7 +553,7 @@ class Session:
             return self._steps.step(prepared, program, tensors, timeout, checked.forward, checked.commit, cut)
         finally:
             if checked.found is not None:
-                self._keep(checked.found.trace())
+                self._keep(prepared, tensors, checked.found.trace())
 
     def _there(
         self, prepared: PreparedRun, tensors: list[torch.Tensor], timeout: float | None, *, check: bool = False,

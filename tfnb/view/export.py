@@ -101,6 +101,14 @@ def stages_html(step: object) -> str:
     return f"<pre>{xml(repr(step))}</pre>"
 
 
+def auto_placement_html(step: Any) -> str:
+    """The table of a step placed by a search, its predicted timeline, the measured one below, and its parts."""
+    drawn = [("predicted", step.predicted), *([] if step.measured is None else [("measured", step.measured)])]
+    lanes = "".join(f"<p><b>{words}</b></p>{timeline(trace, {})}" for words, trace in drawn)
+    parts = "".join(f"<p><b>{xml(str(part.place))}</b></p>{part._repr_html_()}" for part in step.parts)
+    return f"<pre>{xml(repr(step))}</pre>{lanes}<details><summary>parts</summary>{parts}</details>"
+
+
 def graph_svg(graph: Graph, **options: Any) -> str:
     """The first view as an SVG document; raises LayoutFailed."""
     return Drawing(graph, **options).svg

@@ -127,7 +127,7 @@ class Planner:
             if port in self.makers:
                 step, index = self.makers[port]
                 step.outs += [[] for _ in range(index + 1 - len(step.outs))]
-                step.outs[index] = edges
+                step.outs[index] = [*step.outs[index], *edges]  # several ends of a region are one output
         for template in self.templates:
             template.seal()
         _rank(self.templates)

@@ -8,12 +8,13 @@ dead; a send fires once for each iteration, too. So every message meets who want
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
 from tfnb.graph import Node
+from tfnb.graph.ops import LATE
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.frames import Flow, Op, Port, StaticFrame
 from tfnb.passes.flow.microbatch_schedules import stages, window
@@ -120,6 +121,7 @@ class Partition:
             Edge(number, port, self._home(port), place, kind)
             for number, (place, port, kind) in enumerate(sorted(crossing))
         ]
+        self._after = self._waits_of_sends()
 
     def parts(self) -> tuple[Part, ...]:
         """The parts, by place."""
@@ -196,7 +198,7 @@ class Partition:
             for number, op in enumerate(flow.ops)
         ]  # fmt: skip
         own += [self._crossing(RECV, edge, ()) for edge in receives]
-        own += [self._crossing(SEND, edge, (edge.port,)) for edge in sends]
+        own += [self._crossing(SEND, edge, (edge.port,), self._after[edge.number]) for edge in sends]
         ends = {
             at: _moved_end(ends[place], moved) for at, ends in enumerate(self._of_end) if place in ends
         }  # fmt: skip
@@ -215,10 +217,45 @@ class Partition:
                 found[number] = replace(frame, parallel=parallel)
         return tuple(found)
 
-    def _crossing(self, kind: str, edge: Edge, inputs: tuple[Port, ...]) -> Op:
-        """A send or a receive, in the frame of the value."""
+    def _waits_of_sends(self) -> list[tuple[Port, ...]]:
+        """By edge, the ends of ops that its Send waits for beside the value (S-154).
+
+        A value whose node is tagged `LATE` is sent when the ops of its own place that use it are done, as it is held
+        for them anyway. An op is not waited for if it depends on the receiver's ops, also by the Sends that wait.
+        """
+        found: list[tuple[Port, ...]] = [() for _ in self.edges]
+        is_late = [self._is_late(edge.port) for edge in self.edges]
+        if not any(is_late):
+            return found
+        users: list[set[int]] = [set() for _ in self.flow.ops]
+        for number, op in enumerate(self.flow.ops):
+            for port in op.sources:
+                users[port.op].add(number)
+        for edge in (edge for edge, late in zip(self.edges, is_late, strict=True) if late):
+            taking = [n for n in users[edge.port.op] if edge.port in self.flow.ops[n].sources]
+            there = {n for n in taking if n in self.done[edge.to]}
+            behind = _reached(users, there)
+            here = [n for n in taking if n in self.done[edge.source] and n not in behind and self._is_node(n)]
+            for number in here:
+                users[number] |= there
+            found[edge.number] = tuple(_end(self.flow.ops[n], n) for n in sorted(here))
+        return found
+
+    def _is_late(self, port: Port) -> bool:
+        """Whether a value, outside of loops and branches that are cut, is sent late."""
+        node = self.flow.ops[port.op].node
+        return self._is_node(port.op) and node is not None and LATE in node.tags
+
+    def _is_node(self, number: int) -> bool:
+        """Whether an op is a kernel outside of all loops and branches that are cut, and has a place."""
+        op = self.flow.ops[number]
+        is_kernel = op.node is not None and op.kind == frames.NODE and op.node.op.count(".") > 1
+        return is_kernel and not op.frame and not op.scope and self.homes[number].place is not None
+
+    def _crossing(self, kind: str, edge: Edge, inputs: tuple[Port, ...], waits: tuple[Port, ...] = ()) -> Op:
+        """A send or a receive, in the frame of the value. waits: ends of ops before a send."""
         frame = self._frame(edge.port)
-        after = (self._counters[frame],) if frame and kind == RECV else ()
+        after = (self._counters[frame],) if frame and kind == RECV else waits
         return Op(kind, inputs, frame, self.flow.ops[edge.port.op].scope, part=edge, after=after)
 
 
@@ -232,6 +269,22 @@ def _sources(op: Op) -> Iterator[tuple[Port, Kind]]:
     yield from ((port, Kind.SIZE) for _, port in op.sizes)
     if op.run is not None:
         yield op.run, Kind.VALUE
+
+
+def _end(op: Op, number: int) -> Port:
+    """The port that tells that a node is done, and has no value."""
+    return Port(number, 0 if op.node is None else len(op.node.outputs))
+
+
+def _reached(users: Sequence[Collection[int]], starts: Iterable[int]) -> set[int]:
+    """The ops that depend on these, and these."""
+    found, stack = set[int](), [*starts]
+    while stack:
+        number = stack.pop()
+        if number not in found:
+            found.add(number)
+            stack.extend(users[number])
+    return found
 
 
 def _moved_end(end: End, moved: Mapping[Port, Port]) -> End:

@@ -93,7 +93,7 @@ def is_split(node: Node, sites: Mapping[int, Place]) -> bool:
 
 def homes(flow: Flow, sites: Mapping[int, Place]) -> tuple[Home, ...]:
     """The home of each op, with its rule. sites: places requested by nodes, by id."""
-    anew = [_is_anywhere(flow, op) for op in flow.ops]
+    anew = [_is_anew(flow, op) for op in flow.ops]
     asked = [None if free else _asked(op, sites) for op, free in zip(flow.ops, anew, strict=True)]
     found = [Home(None) if place is None else Home(place, PlacementRule.REQUEST) for place in asked]
     queues = _queues(flow, asked)
@@ -156,12 +156,12 @@ def _asked(op: Op, sites: Mapping[int, Place]) -> Place | None:
     return sites.get(op.node.id) if op.kind == frames.NODE and op.node is not None else None
 
 
-def _is_anywhere(flow: Flow, op: Op) -> bool:
+def _is_anew(flow: Flow, op: Op) -> bool:
     """Whether an op is done anew wherever its value is wanted."""
     match op.kind:
         case frames.NODE:
-            return op.node is not None and (
-                op.node.op == "tfnb.constant" or _is_filled(op.node) or _is_view_of_feed(flow, op)
+            return op.node is not None and is_anywhere(
+                op.node, all(flow.ops[port.op].kind == frames.FEED for port in op.inputs)
             )
         case frames.ROWS:  # of microbatches: their shares, whose number all stages count by
             return op.node is not None and "replicas" in op.node.attrs and flow.ops[op.inputs[0].op].kind == frames.FEED
@@ -174,15 +174,20 @@ def _is_anywhere(flow: Flow, op: Op) -> bool:
     return op.kind in ANYWHERE or op.part == frames.COUNTER
 
 
-def _is_filled(node: Node) -> bool:
-    """Whether a node fills a tensor of known size with a number, and asks for no place: a Send would cost more."""
-    return node.op == "aten.full.default" and not (node.inputs or node.symbols or node.control or node.device)
+def is_anywhere(node: Node, takes_feeds: bool) -> bool:
+    """Whether a node without a request is computed anew at each place that uses its value: a Send would cost more.
 
+    So is a constant, and what fills a tensor of known size with a number, or only views what is fed. takes_feeds:
+    whether all of its inputs are fed.
 
-def _is_view_of_feed(flow: Flow, op: Op) -> bool:
-    """Whether a node that asks for no place only views what is fed: the feed goes to the places that want it."""
-    is_view = op.node is not None and op.node.op == "aten.reshape.default" and not (op.node.device or op.node.control)
-    return is_view and all(flow.ops[port.op].kind == frames.FEED for port in op.inputs)
+    >>> is_anywhere(Node(id=1, name="a", op="tfnb.constant"), False)
+    True
+    """
+    if node.op == "tfnb.constant":
+        return True
+    is_bare = not (node.device or node.control)
+    is_filled = node.op == "aten.full.default" and not (node.inputs or node.symbols)
+    return is_bare and (is_filled or (node.op == "aten.reshape.default" and takes_feeds))
 
 
 def _with(flow: Flow, op: Op) -> tuple[int, ...]:
