@@ -114,7 +114,7 @@ def test_a_budget_of_a_quarter_of_weights_and_state_or_of_the_largest_task_train
     got = tight.trained(session)
     assert all(map(torch.equal, got, want))
     ((_, found),) = session.plans()
-    assert found.last is not None and found.last.most == found.schedule.most <= budget
+    assert found.last is not None and found.last.most <= found.schedule.most <= budget
     assert found.last.loaded + found.last.stored == found.schedule.moved
     is_quarter = budget == step.state_bytes // 4
     assert is_quarter == (net == "transformer")  # the update of the last layer of others, with its slots, is more

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from math import ceil
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from tfnb.errors import TfnbError, Unimplemented
 from tfnb.execution import heap
 from tfnb.execution.commit import Pending, Update, commit
+from tfnb.execution.copy_lanes import CopyLanes, InlineCopies
 from tfnb.execution.explain import explained
 from tfnb.execution.lowering.lower import lower_step
 from tfnb.execution.lowering.program import Program
@@ -35,12 +37,14 @@ from tfnb.kernels.random import REPLICA
 from tfnb.memory import MemoryPlan
 from tfnb.memory.byte_counts import told
 from tfnb.memory.lane_clock import Bar, LaneTimes, lane_times
+from tfnb.memory.machine_rates import CPU, Machine
 from tfnb.memory.microbatch_search import quickest
-from tfnb.memory.moves import MoveKind, MovePolicy, Schedule, Victims, best_schedule, need, schedule
+from tfnb.memory.moves import MoveKind, MovePolicy, Schedule, best_schedule, need, schedule
 from tfnb.memory.pack_cut import CutPiece, PackCut
 from tfnb.memory.pack_tasks import DeviceItem, PackPiece, PackTask, Phase, Role, tasks_of
-from tfnb.memory.prices import RATE, computing
+from tfnb.memory.prices import computing
 from tfnb.memory.rematerialize import counted
+from tfnb.memory.residency import Victims
 from tfnb.memory.scratch import variable_bytes
 from tfnb.passes import StepGraph, feed_symbols, step_graph
 from tfnb.passes.flow.merges import ROWS, Weight, begin, way_of
@@ -165,6 +169,7 @@ class PackStep:
         self.tasks = tasks_of([*self.programs], len(rows), **order)
         items = dict.fromkeys(item for task in self.tasks for item in (*task.reads, *task.makes))
         self.sizes = {item: self._bytes(item) for item in items}
+        self._seconds: dict[tuple[Phase, int, int, Machine], float] = {}
 
     def _sizes(self, micro: int) -> dict[str, int]:
         return dict.fromkeys(self.of.axes, self.rows[micro])
@@ -191,20 +196,18 @@ class PackStep:
         value: Any = item.key
         return self._value_bytes(value, max(item.micro, 0), wide=item.role is Role.GRADIENT)
 
-    @cached_property
-    def prices(self) -> Mapping[PackTask, float]:
-        """What each task computes, in the unit of `tfnb.memory.prices`."""
-        found: dict[tuple[PackPiece, int], float] = {}
-        for task in self.tasks:
-            key = task.piece, self.rows[max(task.micro, 0)]
-            if key not in found:
-                _, program = self.programs[task.piece]
-                found[key] = _price(program.graph, program, self._sizes(max(task.micro, 0)))
-        return {task: found[task.piece, self.rows[max(task.micro, 0)]] for task in self.tasks}
+    def seconds(self, task: PackTask, on: Machine = CPU) -> float:
+        """The predicted time of a task, in the unit of the machine's constants."""
+        rows = self.rows[max(task.micro, 0)]
+        key = task.piece.phase, task.piece.pack, rows, on
+        if key not in self._seconds:
+            _, program = self.programs[task.piece]
+            self._seconds[key] = _price(program.graph, program, self._sizes(max(task.micro, 0)), on)
+        return self._seconds[key]
 
-    def times(self, plan: Schedule) -> LaneTimes:
-        """The predicted bars of a step whose copies go on beside its tasks, in the unit of `tfnb.memory.prices`."""
-        return lane_times(plan, self.tasks, self.sizes, RATE, self.prices.__getitem__)
+    def times(self, plan: Schedule, on: Machine = CPU) -> LaneTimes:
+        """The predicted bars of a step whose copies go on beside its tasks, in the unit of the machine's constants."""
+        return lane_times(plan, self.tasks, self.sizes, on.link, lambda task: self.seconds(task, on))
 
     @property
     def least(self) -> int:
@@ -217,7 +220,7 @@ class PackStep:
 
     def planned(self, budget: int) -> Schedule:
         """The moves of a step; raises ResourceExhausted with the smallest budget and its largest task."""
-        return best_schedule(self.tasks, self.sizes, budget)
+        return best_schedule(self.tasks, self.sizes, budget, lambda plan: self.times(plan).end)
 
     @property
     def state_bytes(self) -> int:
@@ -233,34 +236,43 @@ class PackStep:
         items = {item: _variable(item) for item in self.sizes if item.role in (Role.WEIGHT, Role.STATE)}
         host: dict[Any, HostCopy] = {item: host_copy(storages[v], v in written) for item, v in items.items()}
         file = next((copy.region.file for copy in host.values() if isinstance(copy, RegionCopy)), None)
-        device = VirtualDevice(budget, host, ProcessCopy if file is None else partial(RangeCopy, file))
-        done = PackRun()
-        with nullcontext() if file is None else heap.returned():
-            start = began = time.perf_counter()
+        done, spare = PackRun(), ProcessCopy if file is None else partial(RangeCopy, file)
+        with (
+            nullcontext() if file is None else heap.returned(),
+            InlineCopies() if file is None else CopyLanes() as lanes,
+        ):
+            device = VirtualDevice(budget, host, spare, lanes)
+            acts = {
+                MoveKind.IN: device.load, MoveKind.OUT: device.store, MoveKind.ROOM: device.room,
+                MoveKind.WAIT: device.settle, MoveKind.DROP: device.drop, MoveKind.FREE: device.drop,
+            }  # fmt: skip
+            start = time.perf_counter()
             for kind, item, at in plan.moves:
-                match kind:
-                    case MoveKind.RUN:
-                        self._task(self.tasks[at], device, feeds, run, done)
-                    case MoveKind.IN:
-                        device.load(item)
-                    case MoveKind.OUT:
-                        device.store(item)
-                    case MoveKind.WAIT:
-                        device.settle(item)
-                    case _:
-                        device.drop(item)
-                ended = time.perf_counter()
-                if kind in (MoveKind.IN, MoveKind.RUN, MoveKind.OUT):
-                    subject = self.tasks[at] if item is None else item
-                    done.bars.append(Bar(kind, subject, began - start, ended - start))
-                began = ended
+                if kind is MoveKind.RUN:
+                    self._ran(self.tasks[at], device, feeds, run, done)
+                else:
+                    acts[kind](item)
+            device.close()
+        bars = [*done.bars, *(Bar(MoveKind(way), _item(key), *times) for way, key, *times in device.copies)]
+        done.bars = [
+            bar._replace(start=bar.start - start, end=bar.end - start)
+            for bar in sorted(bars, key=lambda bar: bar.start)
+        ]
         for value, parts in done.told.items():
             total = done.fetched[value] = _zeros(parts[0])
             for micro, part in enumerate(parts):
                 self._add(total, part, micro, self.of.weigh(value), done)
-        device.close()
         done.most, done.loaded, done.stored = device.most, device.loaded, device.stored
         return done, {variable: device.host[item] for item, variable in items.items() if variable in written}
+
+    def _ran(
+        self, task: PackTask, device: VirtualDevice, feeds: Mapping[Value, torch.Tensor], run: int, done: PackRun
+    ) -> None:  # fmt: skip
+        """Run one task once its inputs are on the device."""
+        device.arrive(task.reads)
+        began = time.perf_counter()
+        self._task(task, device, feeds, run, done)
+        done.bars.append(Bar(MoveKind.RUN, task, began, time.perf_counter()))
 
     def _task(
         self, task: PackTask, device: VirtualDevice, feeds: Mapping[Value, torch.Tensor], run: int, done: PackRun
@@ -324,13 +336,18 @@ class PackStep:
             total.div_(weight.of(sum(numbers)))
 
 
-def _price(graph: Graph, of: Program | StepGraph, sizes: Mapping[str, int]) -> float:
+def _price(graph: Graph, of: Program | StepGraph, sizes: Mapping[str, int], on: Machine = CPU) -> float:
     """The price of the nodes of a pruned graph; what it was pruned from knows the sizes of what is fed."""
-    return computing(with_fed(graph, of.whole, of.feeds).contents, sizes, again=False, nodes=graph.nodes)
+    return computing(with_fed(graph, of.whole, of.feeds).contents, sizes, again=False, nodes=graph.nodes, on=on)
 
 
 def _variable(item: DeviceItem) -> Variable:
     found: Variable = item.key  # type: ignore[assignment]
+    return found
+
+
+def _item(key: Any) -> DeviceItem:
+    found: DeviceItem = key
     return found
 
 
@@ -416,14 +433,16 @@ class PackPlan:
         return self.times.end / self.step.of.price(sum(self.step.rows))
 
     def at(self, budget: int) -> PackPlan:
-        """The plan of the same packs and microbatches on another budget; raises ResourceExhausted."""
-        return PackPlan(self.step, self.step.planned(budget), budget)
+        """The plan of the same packs, microbatches and policy on another budget; raises ResourceExhausted."""
+        step = self.step
+        return PackPlan(step, schedule(step.tasks, step.sizes, budget, self.schedule.policy), budget)
 
     @cached_property
     def others(self) -> tuple[PackPlan, ...]:
         """Plans on budgets in equal steps, from the least to one beyond which nothing changes."""
-        least, all_at_once = self.step.least, sum(self.step.sizes.values()) + max(t.work for t in self.step.tasks)
-        most = self.step.planned(all_at_once).most
+        least, share = self.step.least, self.schedule.policy.share
+        all_at_once = sum(self.step.sizes.values()) + max(task.work for task in self.step.tasks)
+        most = least + ceil((self.at(least + ceil(all_at_once / share)).schedule.most - least) / share)
         return tuple(self.at(least + (most - least) * part // (BUDGETS - 1)) for part in range(BUDGETS))
 
     @cached_property

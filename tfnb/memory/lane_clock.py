@@ -21,11 +21,15 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaneTimes:
-    """The bars of a step. end: its seconds. busy: the seconds of each lane."""
+    """The bars of a step. end: its seconds. busy: the seconds of each lane.
+
+    waits: seconds in which the lane of tasks is idle, by what it waits for: room, or the role of a tensor.
+    """
 
     bars: tuple[Bar, ...]
     end: float
     busy: Mapping[MoveKind, float]
+    waits: Mapping[str, float]
 
 
 def lane_times(
@@ -34,28 +38,34 @@ def lane_times(
 ) -> LaneTimes:  # fmt: skip
     """When each copy and task begins and ends. rate: bytes a second of either lane. seconds: that a task computes.
 
-    A lane works in order; a task waits for what it reads, a copy in for the room of copies out that stand before it,
-    and a copy out for the task before it.
+    A lane works in order, and begins nothing before the tasks that stand before it are over. A task waits for what it
+    reads and for copies out that stand before it in a WAIT, a copy in for those in a ROOM.
     """
     free = dict.fromkeys((MoveKind.IN, MoveKind.OUT, MoveKind.RUN), 0.0)
+    room = dict.fromkeys((MoveKind.WAIT, MoveKind.ROOM), 0.0)
     arrived: dict[DeviceItem, float] = {}
     gone: dict[DeviceItem, float] = {}
-    busy, bars, room = dict(free), [], 0.0
+    busy, bars, waits = dict(free), [], dict[str, float]()
     for act, item, at in plan.moves:
-        if act is MoveKind.WAIT and item is not None:
-            room = max(room, gone[item])
+        if act in room and item is not None:
+            room[act] = max(room[act], gone[item])
         if act not in free:
             continue
         subject: DeviceItem | PackTask = tasks[at] if item is None else item
+        after = max(free[act], free[MoveKind.RUN], room[MoveKind.WAIT])
         if isinstance(subject, PackTask):
-            start = max([free[act], room, *(arrived.get(read, 0.0) for read in subject.reads)])
+            last = max(subject.reads, key=lambda read: arrived.get(read, 0.0), default=None)
+            start = after if last is None else max(after, arrived.get(last, 0.0))
+            if start > free[act]:
+                cause = "room" if start == after or last is None else str(last.role)
+                waits[cause] = waits.get(cause, 0.0) + start - free[act]
             lasts = seconds(subject)
         else:
-            after = room if act is MoveKind.IN else arrived.get(subject, 0.0)
-            start, lasts = max(free[act], free[MoveKind.RUN], after), sizes[subject] / rate
+            start = max(after, room[MoveKind.ROOM] if act is MoveKind.IN else 0.0)
+            lasts = sizes[subject] / rate
         free[act] = start + lasts
         busy[act] += lasts
         bars.append(Bar(act, subject, start, free[act]))
         if item is not None:
             (arrived if act is MoveKind.IN else gone)[item] = free[act]
-    return LaneTimes(tuple(bars), max(free.values()), busy)
+    return LaneTimes(tuple(bars), max(free.values()), busy, waits)
