@@ -138,8 +138,9 @@ def seconds_of(made: GptTraining, steps: int) -> tuple[dict[tuple[str, int], flo
 def compared(made: GptTraining, steps: int) -> dict[str, dict[str, Any]]:
     """Bytes and times of each order and policy, the times in units of the last one as well.
 
-    by arithmetic: the time on a device that does nothing but copy and calculate, in units of that of its tasks. waits:
-    of which tasks wait, and for what.
+    by arithmetic: the time on a device that does nothing but copy and calculate, in units of that of its tasks. of the
+    uncut: in units of that of the step that is not cut, which does nothing anew. waits: of which tasks wait, and for
+    what. halved: of twice as many microbatches.
     """
     medians, rate = seconds_of(made, steps)
 
@@ -157,7 +158,8 @@ def compared(made: GptTraining, steps: int) -> dict[str, dict[str, Any]]:
     for row in rows.values():
         row["times the last"] = [one / last for one, last in zip(row["seconds"], rows[LAST]["seconds"], strict=True)]
     computing = sum(medians[task.piece.phase, task.piece.pack] for task in made.step(GROUPED).tasks)
-    rows[LAST] |= {"MB/s": rate / 1e6, "computing s": computing}
+    halved = PackStep(made.programs, (ROWS // 2,) * (2 * MICROBATCHES))
+    rows[LAST] |= {"MB/s": rate / 1e6, "computing s": computing, "halved": by_arithmetic(made, LAST, halved)}
     return rows
 
 
@@ -168,8 +170,11 @@ def by_arithmetic(made: GptTraining, name: str, step: PackStep) -> dict[str, Any
         return step.times(plan, CALCULATOR)
 
     times = clock(step, made.planned(name, step, clock))
-    computing = times.busy[MoveKind.RUN]
-    return {"by arithmetic": times.end / computing, "waits": {k: v / computing for k, v in times.waits.items()}}
+    computing, uncut = times.busy[MoveKind.RUN], made.programs.price(ROWS * MICROBATCHES, CALCULATOR)
+    return {
+        "by arithmetic": times.end / computing, "of the uncut": times.end / uncut,
+        "waits": {cause: seconds / computing for cause, seconds in times.waits.items()},
+    }  # fmt: skip
 
 
 def units(step: PackStep, plan: Schedule) -> dict[str, float]:
@@ -228,7 +233,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         times = "  ".join(f"{each:6.2f}" for each in row["times the last"])
         print(f"{name:46s} {units_of}  times the last at the link, half, quarter: {times}", flush=True)
         waits = ", ".join(f"{cause} {each:.2f}" for cause, each in row["waits"].items())
-        print(f"{'':46s} by arithmetic {row['by arithmetic']:.2f} of its tasks; they wait for {waits}", flush=True)
+        print(
+            f"{'':46s} by arithmetic {row['by arithmetic']:.2f} of its tasks, {row['of the uncut']:.2f} of the uncut "
+            f"step; tasks wait for {waits}", flush=True,
+        )  # fmt: skip
     result = {"bench": "packs", "machine": machine(), "budget": made.budget, "rows": rows}
     if options.real:
         result["real"] = real(made, rows[LAST]["MB/s"] * 1e6)

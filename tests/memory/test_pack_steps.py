@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from tfnb.execution.pack_step import PackPrograms, PackStep
 from tfnb.memory.byte_counts import told
 from tfnb.memory.pack_cut import PackCut
 from tfnb.memory.pack_tasks import Phase
+from tfnb.memory.packs import Packing
 from tfnb.memory.scratch import allocated
-from tfnb.passes import step_graph
+from tfnb.passes import StepGraph, step_graph
 
 WIDTH, TIME, VOCABULARY, LAYERS, MICROBATCHES = 32, 4, 40, 6, 8
 
@@ -96,8 +98,12 @@ class Training:
         losses = [call(self.rows, self.labels)[0] for _ in range(steps)]
         return [*losses, *(variable.value().clone() for variable in self.graph.variables)]
 
-    def programs(self) -> PackPrograms:
-        return PackPrograms(step_graph(self.graph, (self.loss.value, self.train.value), (self.x.value, self.y.value)))
+    @cached_property
+    def step(self) -> StepGraph:
+        return step_graph(self.graph, (self.loss.value, self.train.value), (self.x.value, self.y.value))
+
+    def programs(self, packing: Packing | None = None) -> PackPrograms:
+        return PackPrograms(self.step, packing)
 
 
 @pytest.mark.parametrize(
