@@ -55,7 +55,7 @@ def packings(bytes_of: Sequence[float], seconds_of: Sequence[float]) -> list[tup
     Layers of the last pack are not computed again.
 
     >>> packings([1, 1, 1], [1, 1, 1])
-    [(0, 1, 2), (0, 0, 1), (0, 1, 1), (0, 0, 0)]
+    [(0, 1, 2), (0, 1, 1), (0, 0, 0)]
     """
     count = len(bytes_of)
     counts = sorted({-(-count // each) for each in range(1, count + 1)}, reverse=True)
