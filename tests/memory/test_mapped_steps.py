@@ -19,8 +19,10 @@ import torch
 
 import tfnb
 from tests.memory.test_pack_steps import MICROBATCHES, NETS, Training
-from tfnb.errors import DataLoss, ResourceExhausted
+from tfnb.errors import Cancelled, DataLoss, ResourceExhausted
+from tfnb.execution.copy_lanes import CopyLanes, finished
 from tfnb.execution.pack_step import PackStep
+from tfnb.execution.running import Running
 from tfnb.execution.virtual_device import RegionCopy
 from tfnb.graph import Variable, mapped_files
 from tfnb.graph.mapped_files import region_of
@@ -182,6 +184,18 @@ def test_a_step_keeps_its_budget_and_its_bits_however_slow_copies_out_are(monkey
     assert done.most <= plan.most <= step.least and done.loaded + done.stored == plan.moved
     (want,) = plain.trained(tfnb.Session(plain.graph, compile="off"), 1)[:1]
     assert torch.equal(done.fetched[step.of.cut.state.resolved(made.loss.value)], want)
+
+
+def test_a_deadline_cuts_the_wait_for_a_copy() -> None:
+    """The step that waits is stopped by another thread, while its copy goes on."""
+    goes_on = threading.Event()
+    with CopyLanes() as lanes:
+        copy = lanes.load(lambda: torch.ones(int(goes_on.wait(60))))
+        with pytest.raises(Cancelled, match="late"):
+            Running().compute(lambda: finished(copy), until=(0.05, lambda _: Cancelled("late")))
+        assert not copy.done()
+        goes_on.set()
+        assert torch.equal(finished(copy), torch.ones(1))
 
 
 # -- faults -----------------------------------------------------------------------------------------------------

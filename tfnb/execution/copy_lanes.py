@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
+WAKE = 0.05  # seconds: a wait without an end would let no other thread stop the step
+
+
+def finished(copy: Future[T]) -> T:
+    """Wait for the result of a copy, or its error; a deadline or the close of the session cuts the wait."""
+    while not copy.done():
+        wait([copy], WAKE)
+    return copy.result()
 
 
 class CopyLanes:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from tfnb.execution.copy_lanes import CopyLanes, InlineCopies
+from tfnb.execution.copy_lanes import CopyLanes, InlineCopies, finished
 from tfnb.graph.mapped_files import MappedFile, MappedRegion, region_of
 
 
@@ -170,7 +170,7 @@ class VirtualDevice:
         """Wait until these tensors are here; an error of their copy is raised."""
         for key in keys:
             if key in self._coming:
-                self.here[key] = self._coming.pop(key).result()
+                self.here[key] = finished(self._coming.pop(key))
 
     def put(self, key: Hashable, tensor: torch.Tensor) -> None:
         """Hold a tensor that was made here."""
@@ -193,7 +193,7 @@ class VirtualDevice:
 
     def settle(self, key: Hashable) -> None:
         """Wait for the copy out of a tensor; an error of it is raised."""
-        self._leaving[key].result()
+        finished(self._leaving[key])
 
     def drop(self, key: Hashable) -> None:
         """Let go of a tensor."""
