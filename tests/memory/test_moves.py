@@ -239,6 +239,8 @@ def test_a_step_lasts_at_least_as_long_as_its_busiest_lane_and_at_most_as_all_of
             ended = end
         elif lane is MoveKind.IN:
             arrived[subject] = end
+    assert ended == pytest.approx(times.busy[MoveKind.RUN] + sum(times.waits.values()))
+    assert times.waits.keys() <= {"room", *Role} and min(times.waits.values(), default=1) > 0
 
 
 def test_packs_are_several_times_as_quick_as_lru_on_a_slow_link() -> None:
