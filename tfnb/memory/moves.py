@@ -87,10 +87,9 @@ class Schedule:
 
 
 def best_schedule(
-    tasks: Sequence[PackTask], sizes: Mapping[DeviceItem, int], budget: int, seconds: Callable[[Schedule], float],
-    tried: Sequence[MovePolicy] = TRIED,
-) -> Schedule:  # fmt: skip
-    """The quickest schedule of some policies that copies no more bytes than LRU; LRU on demand if none of them does.
+    tasks: Sequence[PackTask], sizes: Mapping[DeviceItem, int], budget: int, seconds: Callable[[Schedule], float]
+) -> Schedule:
+    """The quickest schedule of `TRIED` that copies no more bytes than LRU; LRU on demand if none of them does.
 
     Farthest next use alone may copy more where sizes differ. seconds: of a schedule. Raises ResourceExhausted, as
     `schedule`.
@@ -98,7 +97,7 @@ def best_schedule(
     ensure_feasible(tasks, sizes, budget)
     merged = slabs(tasks, sizes)
     lru = _scheduled(merged, budget, MovePolicy(Victims.LRU, 0))
-    found = [_scheduled(merged, budget, policy) for policy in (ON_DEMAND, *tried)]
+    found = [_scheduled(merged, budget, policy) for policy in (ON_DEMAND, *TRIED)]
     return min((plan for plan in found if plan.moved <= lru.moved), key=seconds, default=lru)
 
 

@@ -64,6 +64,9 @@ def packings(bytes_of: Sequence[float], seconds_of: Sequence[float]) -> list[tup
     return sorted(dict.fromkeys(found), key=lambda pack_of: -pack_of[-1])
 
 
+Groups = dict[tuple[Phase, int], list[PackPiece]]
+
+
 def packed(
     pieces: Sequence[PackPiece], packing: Packing, sizes: Mapping[Hashable, int]
 ) -> dict[PackPiece, list[PackPiece]]:  # fmt: skip
@@ -71,45 +74,47 @@ def packed(
 
     sizes: of border values. Work is an upper bound: a backward piece holds the work of all its layers.
     """
-    last = packing.backward[-1]
-    groups: dict[tuple[Phase, int], list[PackPiece]] = {}
-    again: dict[int, list[PackPiece]] = {}  # forward pieces of the layers of each backward pack, which does them anew
-    for piece in pieces:
-        back = packing.backward[piece.pack]
-        if piece.phase is Phase.FORWARD:
-            again.setdefault(back, []).append(piece)
-        if piece.phase is not Phase.FORWARD:
-            groups.setdefault((piece.phase, back), []).append(piece)
-        elif back < last:
-            groups.setdefault((piece.phase, packing.forward[piece.pack]), []).append(piece)
+    groups, again = _groups(pieces, packing)
+    last = Phase.BACKWARD, packing.backward[-1]  # its layers have no forward piece
     own = {piece.pack: piece.takes for piece in pieces if piece.phase is Phase.BACKWARD}
-    made = {
-        (phase, pack): {value for piece in group for value in piece.gives} | {
-            value for piece in (again.get(pack, ()) if phase is Phase.BACKWARD else ())
-            for value in piece.gives if pack == last or value not in own.get(piece.pack, ())  # else it is done once
-        } for (phase, pack), group in groups.items()
-    }  # fmt: skip
     taken = {key: _union(piece.takes for piece in group) for key, group in groups.items()}
-    wanted = {value for key, values in taken.items() for value in values if value not in made[key]}
+    inside: dict[tuple[Phase, int], set[Hashable]] = {}
+    for key, group in groups.items():
+        made = {value for piece in group for value in piece.gives}
+        for piece in again.get(key, ()):  # what its own backward piece takes is not done anew
+            made |= {value for value in piece.gives if key == last or value not in own.get(piece.pack, ())}
+        inside[key] = made.intersection(taken[key])
+    wanted = {value for key, values in taken.items() for value in values if value not in inside[key]}
     found = {}
     for (phase, pack), group in groups.items():
-        inside = {value for value in taken[phase, pack] if value in made[phase, pack]}
-        is_last = phase is Phase.BACKWARD and pack == last
-        anew = [
-            piece for piece in (again.get(pack, ()) if phase is Phase.BACKWARD else ())
-            if is_last or not inside.isdisjoint(piece.gives)
-        ]  # fmt: skip
+        within, is_last = inside[phase, pack], (phase, pack) == last
+        anew = [piece for piece in again.get((phase, pack), ()) if is_last or not within.isdisjoint(piece.gives)]
         work = (max if phase is Phase.FORWARD else sum)(piece.work for piece in group)
         found[PackPiece(
             phase, pack, weights=_union(piece.weights for piece in (*anew, *group)),
             state=_union(piece.state for piece in (*anew, *group)),
             written=frozenset(_union(tuple(piece.written) for piece in (*(anew if is_last else ()), *group))),
             gradients=_union(piece.gradients for piece in group),
-            takes=tuple(value for value in taken[phase, pack] if value not in inside),
+            takes=tuple(value for value in taken[phase, pack] if value not in within),
             gives=tuple(value for value in _union(piece.gives for piece in group) if value in wanted),
-            work=work + sum(sizes.get(value, 0) for value in inside),
+            work=work + sum(sizes.get(value, 0) for value in within),
         )] = group  # fmt: skip
     return found
+
+
+def _groups(pieces: Sequence[PackPiece], packing: Packing) -> tuple[Groups, Groups]:
+    """The pieces of single layers in each piece of a pack, and forward pieces of the layers of each backward one."""
+    groups: Groups = {}
+    again: Groups = {}
+    for piece in pieces:
+        back = packing.backward[piece.pack]
+        if piece.phase is not Phase.FORWARD:
+            groups.setdefault((piece.phase, back), []).append(piece)
+            continue
+        again.setdefault((Phase.BACKWARD, back), []).append(piece)
+        if back < packing.backward[-1]:
+            groups.setdefault((piece.phase, packing.forward[piece.pack]), []).append(piece)
+    return groups, again
 
 
 def simulated(
