@@ -32,14 +32,14 @@ from tfnb.execution import pack_step
 from tfnb.execution.copy_lanes import CopyLanes
 from tfnb.execution.pack_step import PackPrograms, PackStep
 from tfnb.memory.lane_clock import LaneTimes, lane_times
-from tfnb.memory.machine_rates import Machine
+from tfnb.memory.machine_rates import MachineRates
 from tfnb.memory.moves import ON_DEMAND, TRIED, MoveKind, MovePolicy, Schedule, schedule
 from tfnb.memory.pack_tasks import Role
 from tfnb.memory.residency import Victims
 from tfnb.passes import step_graph
 
 LINK, FLOPS = 12e9, 11.3e12  # bytes and floating-point operations a second of the device that is imitated
-CALCULATOR = Machine("12 GB/s : 11.3 TFLOPS", link=LINK, memory=inf, flops=FLOPS, start=0)
+CALCULATOR = MachineRates("12 GB/s : 11.3 TFLOPS", link=LINK, memory=inf, flops=FLOPS, start=0)
 WORDS, TIME, ROWS, MICROBATCHES = 256, 64, 4, 8
 GROUPED: Mapping[str, bool] = {}
 PROGRAM: Mapping[str, bool] = {"grouped": False, "just_in_time": False}

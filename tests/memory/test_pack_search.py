@@ -25,7 +25,7 @@ from tfnb.memory import pack_search
 from tfnb.memory.moves import need
 from tfnb.memory.pack_search import doubled, fewest, packed, packings, searched, simulated
 from tfnb.memory.pack_tasks import PackPiece, Phase, Role, tasks_of
-from tfnb.memory.packs import Packing
+from tfnb.memory.packs import LayerPacks
 from tfnb.train.batches import batches
 from tfnb.widgets.budget_slider import BudgetSlider
 
@@ -74,7 +74,7 @@ def spaces(draw: st.DrawFn) -> tuple[list[list[Any]], Callable[..., float]]:
 
     def simulate(forward: tuple[int, ...], backward: tuple[int, ...], count: int) -> float:
         return simulated(
-            *(steps[count][0], count, steps[count][1], budget), Packing(forward, backward), rate,
+            *(steps[count][0], count, steps[count][1], budget), LayerPacks(forward, backward), rate,
             lambda piece: seconds(piece, count),
         )  # fmt: skip
 
@@ -109,10 +109,10 @@ def test_a_small_space_is_tried_whole(axes: list[list[int]]) -> None:
 # -- packs of layers -----------------------------------------------------------------------------------------------
 
 
-def random_packing(layers: int, chosen: random.Random) -> Packing:
+def random_packing(layers: int, chosen: random.Random) -> LayerPacks:
     """Consecutive layers in packs, of the forward and of the backward pass."""
     joins = [[chosen.random() < 0.5 for _ in range(layers - 1)] for _ in range(2)]
-    return Packing(*(tuple(accumulate((not joined for joined in of), initial=0)) for of in joins))
+    return LayerPacks(*(tuple(accumulate((not joined for joined in of), initial=0)) for of in joins))
 
 
 @pytest.fixture(params=["dense", "batch norm", "tied", "dropout", pytest.param("transformer", marks=pytest.mark.slow)])

@@ -18,7 +18,7 @@ from tfnb.execution.pack_step import PackPrograms, PackStep
 from tfnb.memory.byte_counts import told
 from tfnb.memory.pack_cut import PackCut
 from tfnb.memory.pack_tasks import Phase
-from tfnb.memory.packs import Packing
+from tfnb.memory.packs import LayerPacks
 from tfnb.memory.scratch import allocated
 from tfnb.passes import StepGraph, step_graph
 
@@ -102,7 +102,7 @@ class Training:
     def step(self) -> StepGraph:
         return step_graph(self.graph, (self.loss.value, self.train.value), (self.x.value, self.y.value))
 
-    def programs(self, packing: Packing | None = None) -> PackPrograms:
+    def programs(self, packing: LayerPacks | None = None) -> PackPrograms:
         return PackPrograms(self.step, packing)
 
 

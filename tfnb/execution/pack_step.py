@@ -37,12 +37,12 @@ from tfnb.kernels.random import REPLICA
 from tfnb.memory import MemoryPlan
 from tfnb.memory.byte_counts import told
 from tfnb.memory.lane_clock import Bar, LaneTimes, lane_times
-from tfnb.memory.machine_rates import CPU, Machine
+from tfnb.memory.machine_rates import CPU, MachineRates
 from tfnb.memory.moves import MoveKind, MovePolicy, Schedule, best_schedule, need, schedule
 from tfnb.memory.pack_cut import CutPiece, PackCut
 from tfnb.memory.pack_search import doubled, fewest, packings, searched, simulated
 from tfnb.memory.pack_tasks import DeviceItem, PackPiece, PackTask, Phase, Role, tasks_of
-from tfnb.memory.packs import Packing
+from tfnb.memory.packs import LayerPacks
 from tfnb.memory.prices import computing
 from tfnb.memory.rematerialize import counted
 from tfnb.memory.residency import Victims
@@ -84,7 +84,7 @@ class PackPrograms:
     packing: of its layers, by default one pack for each.
     """
 
-    def __init__(self, step: StepGraph, packing: Packing | None = None) -> None:
+    def __init__(self, step: StepGraph, packing: LayerPacks | None = None) -> None:
         about = weighed(step)
         for value in step.fetches:
             self._ensure_mean(step, value)
@@ -108,7 +108,7 @@ class PackPrograms:
                     "virtual device of the CPU only; leave out microbatches or memory_budget"
                 )
 
-    def price(self, rows: int, on: Machine = CPU) -> float:
+    def price(self, rows: int, on: MachineRates = CPU) -> float:
         """The price of the step on so many rows, with all that it needs on the device and nothing computed again."""
         return _price(self.step.graph, self.step, dict.fromkeys(self.axes, rows), on)
 
@@ -174,7 +174,7 @@ class PackStep:
         self.tasks = tasks_of(self.pieces, len(rows), **order)
         items = dict.fromkeys(item for task in self.tasks for item in (*task.reads, *task.makes))
         self.sizes = {item: self._bytes(item) for item in items}
-        self._seconds: dict[tuple[Phase, int, int, Machine], float] = {}
+        self._seconds: dict[tuple[Phase, int, int, MachineRates], float] = {}
 
     def _sizes(self, micro: int) -> dict[str, int]:
         return dict.fromkeys(self.of.axes, self.rows[micro])
@@ -201,7 +201,7 @@ class PackStep:
         value: Any = item.key
         return self._value_bytes(value, max(item.micro, 0), wide=item.role is Role.GRADIENT)
 
-    def seconds(self, piece: PackPiece, micro: int = 0, on: Machine = CPU) -> float:
+    def seconds(self, piece: PackPiece, micro: int = 0, on: MachineRates = CPU) -> float:
         """The predicted time of a piece for a microbatch, in the unit of the machine's constants."""
         micro = max(micro, 0)
         key = piece.phase, piece.pack, self.rows[micro], on
@@ -210,17 +210,17 @@ class PackStep:
             self._seconds[key] = _price(program.graph, program, self._sizes(micro), on)
         return self._seconds[key]
 
-    def times(self, plan: Schedule, on: Machine = CPU) -> LaneTimes:
+    def times(self, plan: Schedule, on: MachineRates = CPU) -> LaneTimes:
         """The predicted bars of a step whose copies go on beside its tasks, in the unit of the machine's constants."""
         return lane_times(plan, self.tasks, self.sizes, on.link, lambda task: self.seconds(task.piece, task.micro, on))
 
-    def simulated(self, packing: Packing, budget: int, on: Machine = CPU) -> float:
+    def simulated(self, packing: LayerPacks, budget: int, on: MachineRates = CPU) -> float:
         """The predicted time of other packs than this step's, one for each layer, in the unit of the constants."""
         return simulated(
             self.pieces, len(self.rows), self.sizes, budget, packing, on.link, lambda piece: self.seconds(piece, on=on)
         )  # fmt: skip
 
-    def packings(self, on: Machine = CPU) -> list[tuple[int, ...]]:
+    def packings(self, on: MachineRates = CPU) -> list[tuple[int, ...]]:
         """Candidates for the pack of each layer; this step has one pack for each."""
         of = [[piece for piece in self.pieces if piece.pack == layer] for layer in range(self.of.cut.layers)]
         variables = [{item for piece in each for item in piece.variables} for each in of]
@@ -356,7 +356,7 @@ class PackStep:
             total.div_(weight.of(sum(numbers)))
 
 
-def _price(graph: Graph, of: Program | StepGraph, sizes: Mapping[str, int], on: Machine = CPU) -> float:
+def _price(graph: Graph, of: Program | StepGraph, sizes: Mapping[str, int], on: MachineRates = CPU) -> float:
     """The price of the nodes of a pruned graph; what it was pruned from knows the sizes of what is fed."""
     return computing(with_fed(graph, of.whole, of.feeds).contents, sizes, again=False, nodes=graph.nodes, on=on)
 
@@ -508,7 +508,7 @@ class PackCode:
     def __init__(self, step: StepGraph, budget: int) -> None:
         self.step, self.limit = step, budget
         self._plans: dict[Rows, PackPlan] = {}
-        self._packed: dict[Packing, PackPrograms] = {}
+        self._packed: dict[LayerPacks, PackPrograms] = {}
         self.last: PackPlan | None = None  # of the step that ran last
         self._lock = threading.Lock()
 
@@ -547,11 +547,11 @@ class PackCode:
         packings = steps[choices[0]].packings() if is_searched else [finest.cut.packing.forward]
         points = searched(
             [packings, packings, choices],
-            lambda forward, backward, rows: steps[rows].simulated(Packing(forward, backward), self.limit),
+            lambda forward, backward, rows: steps[rows].simulated(LayerPacks(forward, backward), self.limit),
         )  # fmt: skip
         cut = 0
         for forward, backward, rows in points:
-            packing = Packing(forward, backward)
+            packing = LayerPacks(forward, backward)
             step: PackStep | None = steps[rows]
             if packing != finest.cut.packing:
                 step = self._cut(packing, rows) if cut < CUTS else None
@@ -563,7 +563,7 @@ class PackCode:
     def _plan(self, step: PackStep) -> PackPlan:
         return PackPlan(step, step.planned(self.limit), self.limit)
 
-    def _cut(self, packing: Packing, rows: Rows) -> PackStep | None:
+    def _cut(self, packing: LayerPacks, rows: Rows) -> PackStep | None:
         """The step in other packs; None if these cannot be cut apart."""
         try:
             programs = self._packed.get(packing) or PackPrograms(self.step, packing)

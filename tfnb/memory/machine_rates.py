@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineRates:
     """A device and its host, by published or measured constants.
 
     link: bytes a second that go one way between the device and the host, while as many may come the other way. memory:
@@ -21,5 +21,5 @@ class Machine:
     start: float
 
 
-CPU = Machine("CPU", link=0.5, memory=1.0, flops=8.0, start=32 << 10)
+CPU = MachineRates("CPU", link=0.5, memory=1.0, flops=8.0, start=32 << 10)
 """A core and a file in the system's cache, in units of the time in which kernels move one byte; see `prices`."""

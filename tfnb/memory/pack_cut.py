@@ -16,7 +16,7 @@ from tfnb.errors import Unimplemented
 from tfnb.graph import Contents, Node, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.memory.pack_tasks import Phase
-from tfnb.memory.packs import Packing, layers, one_each
+from tfnb.memory.packs import LayerPacks, layers, one_each
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import End, Partition
 from tfnb.passes.flow.places import Place, homes
@@ -54,7 +54,7 @@ class PackCut:
     how many there are. back: the backward pack in which each forward node is done anew.
     """
 
-    def __init__(self, step: StepGraph, packing: Packing | None = None) -> None:
+    def __init__(self, step: StepGraph, packing: LayerPacks | None = None) -> None:
         self.step, self.state = step, resolve(step.graph, step.feeds)
         nodes = tuple(self.state.nodes.values())
         self._layer = layers(nodes)

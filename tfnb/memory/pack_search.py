@@ -16,7 +16,7 @@ from typing import Any
 from tfnb.memory.lane_clock import lane_times
 from tfnb.memory.moves import MovePolicy, need, schedule
 from tfnb.memory.pack_tasks import DeviceItem, PackPiece, Phase, Role, tasks_of
-from tfnb.memory.packs import Packing, balanced
+from tfnb.memory.packs import LayerPacks, balanced
 
 SMALL = 24  # points of a space that is tried whole
 SIMULATED = tuple(MovePolicy(ahead=ahead, drain=drain, share=0.5) for ahead, drain in ((16, 2), (16, 8)))
@@ -64,11 +64,11 @@ def packings(bytes_of: Sequence[float], seconds_of: Sequence[float]) -> list[tup
     return sorted(dict.fromkeys(found), key=lambda pack_of: -pack_of[-1])
 
 
-Groups = dict[tuple[Phase, int], list[PackPiece]]
+PieceGroups = dict[tuple[Phase, int], list[PackPiece]]
 
 
 def packed(
-    pieces: Sequence[PackPiece], packing: Packing, sizes: Mapping[Hashable, int]
+    pieces: Sequence[PackPiece], packing: LayerPacks, sizes: Mapping[Hashable, int]
 ) -> dict[PackPiece, list[PackPiece]]:  # fmt: skip
     """The pieces of packs, in order, each with the pieces of single layers that take its time.
 
@@ -102,10 +102,10 @@ def packed(
     return found
 
 
-def _groups(pieces: Sequence[PackPiece], packing: Packing) -> tuple[Groups, Groups]:
+def _groups(pieces: Sequence[PackPiece], packing: LayerPacks) -> tuple[PieceGroups, PieceGroups]:
     """The pieces of single layers in each piece of a pack, and forward pieces of the layers of each backward one."""
-    groups: Groups = {}
-    again: Groups = {}
+    groups: PieceGroups = {}
+    again: PieceGroups = {}
     for piece in pieces:
         back = packing.backward[piece.pack]
         if piece.phase is not Phase.FORWARD:
@@ -118,7 +118,7 @@ def _groups(pieces: Sequence[PackPiece], packing: Packing) -> tuple[Groups, Grou
 
 
 def simulated(
-    pieces: Sequence[PackPiece], microbatches: int, sizes: Mapping[DeviceItem, int], budget: int, packing: Packing,
+    pieces: Sequence[PackPiece], microbatches: int, sizes: Mapping[DeviceItem, int], budget: int, packing: LayerPacks,
     link: float, seconds: Callable[[PackPiece], float],
 ) -> float:  # fmt: skip
     """The time of a step in packs, infinite if the budget is too small. pieces, seconds: of single layers."""

@@ -23,7 +23,7 @@ def layers(nodes: Iterable[Node]) -> dict[int, int]:
     return found
 
 
-class Packing(NamedTuple):
+class LayerPacks(NamedTuple):
     """The pack of each layer in the forward pass, and in the backward pass; both ascend with the layers.
 
     Layers of the last backward pack have no forward piece of their own: their forward pass is a part of the backward.
@@ -33,9 +33,9 @@ class Packing(NamedTuple):
     backward: tuple[int, ...]
 
 
-def one_each(layers: int) -> Packing:
+def one_each(layers: int) -> LayerPacks:
     """A pack for each layer."""
-    return Packing(tuple(range(layers)), tuple(range(layers)))
+    return LayerPacks(tuple(range(layers)), tuple(range(layers)))
 
 
 def greedy(sizes: Sequence[float], capacity: float) -> list[int]:

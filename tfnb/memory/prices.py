@@ -19,7 +19,7 @@ from tfnb.graph import Contents, Node, Ref, Spec
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import COND, WHILE, WITH_GRADIENT, overload
 from tfnb.graph.spec import Dim
-from tfnb.memory.machine_rates import CPU, Machine
+from tfnb.memory.machine_rates import CPU, MachineRates
 from tfnb.passes.liveness import NOMINAL, nominal
 
 MOVED: Mapping[str, float] = {"cpu": 2 / CPU.link}
@@ -35,7 +35,7 @@ def moving(bytes: int, device: str) -> float:
 
 def computing(
     contents: Contents, sizes: Mapping[str, int], *, again: bool = True, nodes: Iterable[Node] | None = None,
-    on: Machine = CPU,
+    on: MachineRates = CPU,
 ) -> float:  # fmt: skip
     """The price of running the nodes: on a machine whose constants are of seconds, their seconds.
 
@@ -45,7 +45,7 @@ def computing(
     return sum(_started(node, contents, sizes, again, on) for node in (contents.nodes if nodes is None else nodes))
 
 
-def _started(node: Node, contents: Contents, sizes: Mapping[str, int], again: bool, on: Machine) -> float:
+def _started(node: Node, contents: Contents, sizes: Mapping[str, int], again: bool, on: MachineRates) -> float:
     if node.op in _FREE:
         return 0.0
     if node.op == COND:
@@ -69,7 +69,7 @@ def repeats(node: Node) -> bool:
     return (ours or node.op == WITH_GRADIENT) and "update" not in node.tags
 
 
-def cost(node: Node, contents: Contents, sizes: Mapping[str, int], on: Machine = CPU) -> float:
+def cost(node: Node, contents: Contents, sizes: Mapping[str, int], on: MachineRates = CPU) -> float:
     """The price of the bytes that a node takes and makes, and of its arithmetic."""
 
     def spec(ref: Ref) -> Spec:
