@@ -124,7 +124,7 @@ def packed(text: str) -> Any:
     task = PackTask(PackPiece(Phase.FORWARD, 0), 0, ())
     item = DeviceItem(Role.WEIGHT, Variable(torch.zeros(1), name=text))
     bars = (Bar(MoveKind.IN, item, 0.0, 1.0), Bar(MoveKind.RUN, task, 1.0, 2.0))
-    one = NamedPlan(text, times=LaneTimes(bars, 2.0, {}), last=PackRun(bars=[*bars]))
+    one = NamedPlan(text, times=LaneTimes(bars, 2.0, {}, {}), last=PackRun(bars=[*bars]))
     one.others = (NamedPlan(text, budget=1, schedule=Schedule((), {}, 0, MovePolicy()), slowdown=1.0),)
     return one
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,15 @@ import torch
 
 import tfnb
 from tests.memory.test_pack_steps import MICROBATCHES, NETS, Training
-from tfnb.errors import ResourceExhausted
+from tfnb.errors import Cancelled, DataLoss, ResourceExhausted
+from tfnb.execution.copy_lanes import CopyLanes, finished
 from tfnb.execution.pack_step import PackStep
-from tfnb.graph import mapped_files
+from tfnb.execution.running import Running
+from tfnb.execution.virtual_device import RegionCopy
+from tfnb.graph import Variable, mapped_files
 from tfnb.graph.mapped_files import region_of
-from tfnb.memory.pack_tasks import Role
+from tfnb.memory.moves import MoveKind, Schedule
+from tfnb.memory.pack_tasks import DeviceItem, PackTask, Role
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mappings are replaced in place on Linux")
 ROOT = Path(__file__).parent.parent.parent
@@ -73,7 +78,7 @@ def test_values_are_those_without_a_budget_and_moves_those_of_the_virtual_device
     moves = [[(act, at) for act, _, at in plan.schedule.moves] for plan in found]
     assert moves[0] == moves[1] and found[0].schedule.bytes == found[1].schedule.bytes
     for plan in found:
-        assert plan.last.loaded + plan.last.stored == plan.schedule.moved and plan.last.most == plan.schedule.most
+        assert plan.last.loaded + plan.last.stored == plan.schedule.moved and plan.last.most <= plan.schedule.most
     assert "in files of" in sessions[1].status()[0] and "on the host" in sessions[0].status()[0]
     assert all(
         torch.equal(one, other) for one, other in zip(plain.net.parameters(), made.net.parameters(), strict=True)
@@ -119,6 +124,78 @@ def test_a_training_that_is_too_large_to_be_looked_at_is_told() -> None:
         tfnb.fit(
             made.train, {made.x: made.rows, made.y: made.labels}, batch_size=16, microbatches=4, memory_budget="100KB"
         )
+
+
+def first_ahead(plan: Schedule, step: PackStep) -> tuple[DeviceItem, PackTask]:
+    """A Variable that is loaded before a task that does not read it, and that task."""
+    for at, move in enumerate(plan.moves):
+        if move.act is MoveKind.IN and move.item is not None and isinstance(move.item.key, Variable):
+            task = step.tasks[next(later.task for later in plan.moves[at:] if later.act is MoveKind.RUN)]
+            if move.item not in task.reads and region_of(move.item.key.storage) is not None:
+                return move.item, task
+    raise AssertionError("nothing is loaded ahead")
+
+
+def copying() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("tfnb-copies")]
+
+
+def test_a_copy_in_for_a_later_task_goes_on_while_a_task_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its read ends only once that task has begun: a copy that tasks wait for would never end."""
+    plain, made = Training("dense"), mapped("dense")
+    step = PackStep(made.programs(), (2,) * MICROBATCHES)
+    budget = 2 * step.state_bytes
+    plan = step.planned(budget)
+    item, before = first_ahead(plan, step)
+    storages, began = {v: v.storage for v in step.of.variables}, threading.Event()
+    read, compute = RegionCopy.read, step._task
+
+    def reads(copy: RegionCopy) -> torch.Tensor:
+        assert copy.like is not storages[item.key] or began.wait(60), "the task waits for the copy"  # type: ignore[index]
+        return read(copy)
+
+    def computes(task: PackTask, *given: Any) -> None:
+        if task is before:
+            began.set()
+        compute(task, *given)
+
+    monkeypatch.setattr(RegionCopy, "read", reads)
+    step._task = computes  # type: ignore[method-assign]
+    done, _ = step.compute({made.x.value: made.rows, made.y.value: made.labels}, storages, plan, budget)
+    assert began.is_set() and done.loaded + done.stored == plan.moved and done.most <= plan.most and not copying()
+    (want,) = plain.trained(tfnb.Session(plain.graph, compile="off"), 1)[:1]
+    assert torch.equal(done.fetched[step.of.cut.state.resolved(made.loss.value)], want)
+
+
+def test_a_step_keeps_its_budget_and_its_bits_however_slow_copies_out_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies in wait for the room of copies out, and the device raises if one does not."""
+    plain, made = Training("dense"), mapped("dense")
+    step = PackStep(made.programs(), (2,) * MICROBATCHES)
+    plan, feeds = step.planned(step.least), {made.x.value: made.rows, made.y.value: made.labels}
+    assert any(move.act is MoveKind.ROOM for move in plan.moves)
+    write = RegionCopy.write
+
+    def slow(copy: RegionCopy, tensor: torch.Tensor) -> None:
+        time.sleep(0.01)
+        write(copy, tensor)
+
+    monkeypatch.setattr(RegionCopy, "write", slow)
+    done, _ = step.compute(feeds, {v: v.storage for v in step.of.variables}, plan, step.least)
+    assert done.most <= plan.most <= step.least and done.loaded + done.stored == plan.moved
+    (want,) = plain.trained(tfnb.Session(plain.graph, compile="off"), 1)[:1]
+    assert torch.equal(done.fetched[step.of.cut.state.resolved(made.loss.value)], want)
+
+
+def test_a_deadline_cuts_the_wait_for_a_copy() -> None:
+    """The step that waits is stopped by another thread, while its copy goes on."""
+    goes_on = threading.Event()
+    with CopyLanes() as lanes:
+        copy = lanes.load(lambda: torch.ones(int(goes_on.wait(60))))
+        with pytest.raises(Cancelled, match="late"):
+            Running().compute(lambda: finished(copy), until=(0.05, lambda _: Cancelled("late")))
+        assert not copy.done()
+        goes_on.set()
+        assert torch.equal(finished(copy), torch.ones(1))
 
 
 # -- faults -----------------------------------------------------------------------------------------------------
@@ -167,6 +244,23 @@ def test_a_disk_that_fails_in_a_step_leaves_it_unwritten_and_the_next_one_goes_o
     made.trained(session, 1)
     plain.trained(tfnb.Session(plain.graph, compile="off"), 2)
     assert all(map(torch.equal, values(plain), values(made)))
+
+
+def test_a_file_that_cannot_be_read_leaves_the_step_unwritten_and_no_thread() -> None:
+    made = mapped("dense")
+    session = tight(made)
+    made.trained(session, 1)
+    before, file = values(made), region_of(made.net[0][0].weight).file
+    kept, file.descriptor = file.descriptor, os.open("/dev/null", os.O_RDWR)  # it ends at once
+    broken = file.descriptor
+    try:
+        with pytest.raises(DataLoss, match=r"cannot read mapped memory in .*it ends there"):
+            made.trained(session, 1)
+    finally:
+        file.descriptor = kept
+        os.close(broken)
+    assert not copying() and all(map(torch.equal, before, values(made)))
+    made.trained(session, 1)
 
 
 def test_a_disk_without_room_for_the_next_generation_stops_the_step_before_it_begins() -> None:

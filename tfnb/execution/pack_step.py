@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
+from math import ceil
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from tfnb.errors import TfnbError, Unimplemented
 from tfnb.execution import heap
 from tfnb.execution.commit import Pending, Update, commit
+from tfnb.execution.copy_lanes import CopyLanes, InlineCopies
 from tfnb.execution.explain import explained
 from tfnb.execution.lowering.lower import lower_step
 from tfnb.execution.lowering.program import Program
@@ -35,12 +37,15 @@ from tfnb.kernels.random import REPLICA
 from tfnb.memory import MemoryPlan
 from tfnb.memory.byte_counts import told
 from tfnb.memory.lane_clock import Bar, LaneTimes, lane_times
-from tfnb.memory.microbatch_search import quickest
-from tfnb.memory.moves import MoveKind, MovePolicy, Schedule, Victims, best_schedule, need, schedule
+from tfnb.memory.machine_rates import CPU, MachineRates
+from tfnb.memory.moves import MoveKind, MovePolicy, Schedule, best_schedule, need, schedule
 from tfnb.memory.pack_cut import CutPiece, PackCut
+from tfnb.memory.pack_search import doubled, fewest, packings, searched, simulated
 from tfnb.memory.pack_tasks import DeviceItem, PackPiece, PackTask, Phase, Role, tasks_of
-from tfnb.memory.prices import RATE, computing
+from tfnb.memory.packs import LayerPacks
+from tfnb.memory.prices import computing
 from tfnb.memory.rematerialize import counted
+from tfnb.memory.residency import Victims
 from tfnb.memory.scratch import variable_bytes
 from tfnb.passes import StepGraph, feed_symbols, step_graph
 from tfnb.passes.flow.merges import ROWS, Weight, begin, way_of
@@ -49,6 +54,9 @@ from tfnb.passes.liveness import nominal
 from tfnb.passes.pipeline import with_fed
 
 BUDGETS = 20  # of which a plan tells what they would do
+CUTS = 3  # of packs that are simulated to be quick, before the finest ones are taken
+SEARCHED = 1500  # tasks of a step above which packs of one layer are taken: each packing is simulated
+DOUBLES = 3  # numbers of microbatches: the fewest that fit, twice and four times as many
 _NARROW = (torch.float16, torch.bfloat16)  # summed in float32
 Rows = tuple[int, ...]  # of each microbatch
 
@@ -73,14 +81,14 @@ class PackRun:
 class PackPrograms:
     """The pieces of a step, each lowered once for all sizes.
 
-    pack_of: the pack of each layer, by default one for each.
+    packing: of its layers, by default one pack for each.
     """
 
-    def __init__(self, step: StepGraph, pack_of: Sequence[int] | None = None) -> None:
+    def __init__(self, step: StepGraph, packing: LayerPacks | None = None) -> None:
         about = weighed(step)
         for value in step.fetches:
             self._ensure_mean(step, value)
-        self.step, self.cut, self.weigh = about.step, PackCut(about.step, pack_of), about.of
+        self.step, self.cut, self.weigh = about.step, PackCut(about.step, packing), about.of
         self.totals = {total: self.cut.state.resolved(total) for total in about.totals}
         self.by_id = self.cut.graph.contents.by_id
         shown = feed_symbols(step.whole.contents, step.feeds)
@@ -100,9 +108,9 @@ class PackPrograms:
                     "virtual device of the CPU only; leave out microbatches or memory_budget"
                 )
 
-    def price(self, rows: int) -> float:
+    def price(self, rows: int, on: MachineRates = CPU) -> float:
         """The price of the step on so many rows, with all that it needs on the device and nothing computed again."""
-        return _price(self.step.graph, self.step, dict.fromkeys(self.axes, rows))
+        return _price(self.step.graph, self.step, dict.fromkeys(self.axes, rows), on)
 
     def spec(self, value: Value) -> Spec:
         """The spec of a value of the step."""
@@ -162,9 +170,11 @@ class PackStep:
         seen = programs.lowered
         read = {v for cut, program in seen if cut.phase is not Phase.UPDATE for v in program.variables}
         self.programs = {self._piece(cut, program, read): (cut, program) for cut, program in seen}
-        self.tasks = tasks_of([*self.programs], len(rows), **order)
+        self.pieces = tuple(self.programs)
+        self.tasks = tasks_of(self.pieces, len(rows), **order)
         items = dict.fromkeys(item for task in self.tasks for item in (*task.reads, *task.makes))
         self.sizes = {item: self._bytes(item) for item in items}
+        self._seconds: dict[tuple[Phase, int, int, MachineRates], float] = {}
 
     def _sizes(self, micro: int) -> dict[str, int]:
         return dict.fromkeys(self.of.axes, self.rows[micro])
@@ -191,20 +201,33 @@ class PackStep:
         value: Any = item.key
         return self._value_bytes(value, max(item.micro, 0), wide=item.role is Role.GRADIENT)
 
-    @cached_property
-    def prices(self) -> Mapping[PackTask, float]:
-        """What each task computes, in the unit of `tfnb.memory.prices`."""
-        found: dict[tuple[PackPiece, int], float] = {}
-        for task in self.tasks:
-            key = task.piece, self.rows[max(task.micro, 0)]
-            if key not in found:
-                _, program = self.programs[task.piece]
-                found[key] = _price(program.graph, program, self._sizes(max(task.micro, 0)))
-        return {task: found[task.piece, self.rows[max(task.micro, 0)]] for task in self.tasks}
+    def seconds(self, piece: PackPiece, micro: int = 0, on: MachineRates = CPU) -> float:
+        """The predicted time of a piece for a microbatch, in the unit of the machine's constants."""
+        micro = max(micro, 0)
+        key = piece.phase, piece.pack, self.rows[micro], on
+        if key not in self._seconds:
+            _, program = self.programs[piece]
+            self._seconds[key] = _price(program.graph, program, self._sizes(micro), on)
+        return self._seconds[key]
 
-    def times(self, plan: Schedule) -> LaneTimes:
-        """The predicted bars of a step whose copies go on beside its tasks, in the unit of `tfnb.memory.prices`."""
-        return lane_times(plan, self.tasks, self.sizes, RATE, self.prices.__getitem__)
+    def times(self, plan: Schedule, on: MachineRates = CPU) -> LaneTimes:
+        """The predicted bars of a step whose copies go on beside its tasks, in the unit of the machine's constants."""
+        return lane_times(plan, self.tasks, self.sizes, on.link, lambda task: self.seconds(task.piece, task.micro, on))
+
+    def simulated(self, packing: LayerPacks, budget: int, on: MachineRates = CPU) -> float:
+        """The predicted time of other packs than this step's, one for each layer, in the unit of the constants."""
+        return simulated(
+            self.pieces, len(self.rows), self.sizes, budget, packing, on.link, lambda piece: self.seconds(piece, on=on)
+        )  # fmt: skip
+
+    def packings(self, on: MachineRates = CPU) -> list[tuple[int, ...]]:
+        """Candidates for the pack of each layer; this step has one pack for each."""
+        of = [[piece for piece in self.pieces if piece.pack == layer] for layer in range(self.of.cut.layers)]
+        variables = [{item for piece in each for item in piece.variables} for each in of]
+        return packings(
+            [sum(self.sizes[item] for item in items) for items in variables],
+            [sum(self.seconds(piece, on=on) for piece in each) for each in of],
+        )
 
     @property
     def least(self) -> int:
@@ -217,7 +240,7 @@ class PackStep:
 
     def planned(self, budget: int) -> Schedule:
         """The moves of a step; raises ResourceExhausted with the smallest budget and its largest task."""
-        return best_schedule(self.tasks, self.sizes, budget)
+        return best_schedule(self.tasks, self.sizes, budget, lambda plan: self.times(plan).end)
 
     @property
     def state_bytes(self) -> int:
@@ -233,34 +256,43 @@ class PackStep:
         items = {item: _variable(item) for item in self.sizes if item.role in (Role.WEIGHT, Role.STATE)}
         host: dict[Any, HostCopy] = {item: host_copy(storages[v], v in written) for item, v in items.items()}
         file = next((copy.region.file for copy in host.values() if isinstance(copy, RegionCopy)), None)
-        device = VirtualDevice(budget, host, ProcessCopy if file is None else partial(RangeCopy, file))
-        done = PackRun()
-        with nullcontext() if file is None else heap.returned():
-            start = began = time.perf_counter()
+        done, spare = PackRun(), ProcessCopy if file is None else partial(RangeCopy, file)
+        with (
+            nullcontext() if file is None else heap.returned(),
+            InlineCopies() if file is None else CopyLanes() as lanes,
+        ):
+            device = VirtualDevice(budget, host, spare, lanes)
+            acts = {
+                MoveKind.IN: device.load, MoveKind.OUT: device.store, MoveKind.ROOM: device.room,
+                MoveKind.WAIT: device.settle, MoveKind.DROP: device.drop, MoveKind.FREE: device.drop,
+            }  # fmt: skip
+            start = time.perf_counter()
             for kind, item, at in plan.moves:
-                match kind:
-                    case MoveKind.RUN:
-                        self._task(self.tasks[at], device, feeds, run, done)
-                    case MoveKind.IN:
-                        device.load(item)
-                    case MoveKind.OUT:
-                        device.store(item)
-                    case MoveKind.WAIT:
-                        device.settle(item)
-                    case _:
-                        device.drop(item)
-                ended = time.perf_counter()
-                if kind in (MoveKind.IN, MoveKind.RUN, MoveKind.OUT):
-                    subject = self.tasks[at] if item is None else item
-                    done.bars.append(Bar(kind, subject, began - start, ended - start))
-                began = ended
+                if kind is MoveKind.RUN:
+                    self._ran(self.tasks[at], device, feeds, run, done)
+                else:
+                    acts[kind](item)
+            device.close()
+        bars = [*done.bars, *(Bar(MoveKind(way), _item(key), *times) for way, key, *times in device.copies)]
+        done.bars = [
+            bar._replace(start=bar.start - start, end=bar.end - start)
+            for bar in sorted(bars, key=lambda bar: bar.start)
+        ]
         for value, parts in done.told.items():
             total = done.fetched[value] = _zeros(parts[0])
             for micro, part in enumerate(parts):
                 self._add(total, part, micro, self.of.weigh(value), done)
-        device.close()
         done.most, done.loaded, done.stored = device.most, device.loaded, device.stored
         return done, {variable: device.host[item] for item, variable in items.items() if variable in written}
+
+    def _ran(
+        self, task: PackTask, device: VirtualDevice, feeds: Mapping[Value, torch.Tensor], run: int, done: PackRun
+    ) -> None:  # fmt: skip
+        """Run one task once its inputs are on the device."""
+        device.arrive(task.reads)
+        began = time.perf_counter()
+        self._task(task, device, feeds, run, done)
+        done.bars.append(Bar(MoveKind.RUN, task, began, time.perf_counter()))
 
     def _task(
         self, task: PackTask, device: VirtualDevice, feeds: Mapping[Value, torch.Tensor], run: int, done: PackRun
@@ -324,13 +356,18 @@ class PackStep:
             total.div_(weight.of(sum(numbers)))
 
 
-def _price(graph: Graph, of: Program | StepGraph, sizes: Mapping[str, int]) -> float:
+def _price(graph: Graph, of: Program | StepGraph, sizes: Mapping[str, int], on: MachineRates = CPU) -> float:
     """The price of the nodes of a pruned graph; what it was pruned from knows the sizes of what is fed."""
-    return computing(with_fed(graph, of.whole, of.feeds).contents, sizes, again=False, nodes=graph.nodes)
+    return computing(with_fed(graph, of.whole, of.feeds).contents, sizes, again=False, nodes=graph.nodes, on=on)
 
 
 def _variable(item: DeviceItem) -> Variable:
     found: Variable = item.key  # type: ignore[assignment]
+    return found
+
+
+def _item(key: Any) -> DeviceItem:
+    found: DeviceItem = key
     return found
 
 
@@ -370,8 +407,9 @@ class PackProgram:
         read = storages if cut is None else map(cut.copies.get, self.variables, storages)
         given = dict(zip(self.feeds, feeds[: len(self.feeds)], strict=True))
         state: Any = dict(zip(self.variables, read, strict=True))
+        self.inner = tuple(program for _, program in plan.step.of.lowered)
         plan.last, new = plan.step.compute(given, state, plan.schedule, plan.budget, run)
-        values = self.programs.cut.state.same
+        values = plan.step.of.cut.state.same
         fetched = [plan.last.fetched.get(values.get(value, value)) for value in self.fetches]
         return fetched, _pending([(storages[self.variables.index(v)], new[v]) for v in self.writes], self.writes)
 
@@ -416,14 +454,16 @@ class PackPlan:
         return self.times.end / self.step.of.price(sum(self.step.rows))
 
     def at(self, budget: int) -> PackPlan:
-        """The plan of the same packs and microbatches on another budget; raises ResourceExhausted."""
-        return PackPlan(self.step, self.step.planned(budget), budget)
+        """The plan of the same packs, microbatches and policy on another budget; raises ResourceExhausted."""
+        step = self.step
+        return PackPlan(step, schedule(step.tasks, step.sizes, budget, self.schedule.policy), budget)
 
     @cached_property
     def others(self) -> tuple[PackPlan, ...]:
         """Plans on budgets in equal steps, from the least to one beyond which nothing changes."""
-        least, all_at_once = self.step.least, sum(self.step.sizes.values()) + max(t.work for t in self.step.tasks)
-        most = self.step.planned(all_at_once).most
+        least, share = self.step.least, self.schedule.policy.share
+        all_at_once = sum(self.step.sizes.values()) + max(task.work for task in self.step.tasks)
+        most = least + ceil((self.at(least + ceil(all_at_once / share)).schedule.most - least) / share)
         return tuple(self.at(least + (most - least) * part // (BUDGETS - 1)) for part in range(BUDGETS))
 
     @cached_property
@@ -438,9 +478,11 @@ class PackPlan:
         return MemoryPlan(self.schedule.most, self.budget - self.schedule.most, self.step.state_bytes)
 
     def __str__(self) -> str:
-        packs, microbatches = self.step.of.cut.packs, len(self.step.rows)
+        cut, microbatches = self.step.of.cut, len(self.step.rows)
+        forward = len({piece.pack for piece in self.step.pieces if piece.phase is Phase.FORWARD})
+        packs = _counted(cut.packs, "pack") + ("" if forward == cut.packs - 1 else f" ({forward} forward)")
         return (
-            f"kept {told(self.schedule.most)} of {told(self.budget)}: {_counted(packs, 'pack')} x "
+            f"kept {told(self.schedule.most)} of {told(self.budget)}: {packs} x "
             f"{_counted(microbatches, 'microbatch')}, "
             f"{told(self.schedule.moved)} a step move, {self.slowdown:.1f} times the time predicted without a budget; "
             f"Variables of {told(self.step.state_bytes)} {self.where}"
@@ -466,6 +508,7 @@ class PackCode:
     def __init__(self, step: StepGraph, budget: int) -> None:
         self.step, self.limit = step, budget
         self._plans: dict[Rows, PackPlan] = {}
+        self._packed: dict[LayerPacks, PackPrograms] = {}
         self.last: PackPlan | None = None  # of the step that ran last
         self._lock = threading.Lock()
 
@@ -488,27 +531,59 @@ class PackCode:
         found = self._plans.get(rows)
         if found is None:
             with self._lock:
-                step = PackStep(self.program.programs, rows)
-                found = self._plans[rows] = PackPlan(step, step.planned(self.limit), self.limit)
+                found = self._plans[rows] = self._quickest([rows])
         self.last = found
         return found
 
+    def _quickest(self, choices: Sequence[Rows]) -> PackPlan:
+        """The plan that is predicted quickest, with any packs and one of these choices of microbatches.
+
+        The packs that are simulated to be quickest are cut; if they hold more than was simulated, others follow. Raises
+        ResourceExhausted with the smallest budget of the last choice, which has the smallest microbatches.
+        """
+        finest = self.program.programs
+        steps = {rows: PackStep(finest, rows) for rows in choices}
+        is_searched = len(steps[choices[0]].tasks) <= SEARCHED
+        packings = steps[choices[0]].packings() if is_searched else [finest.cut.packing.forward]
+        points = searched(
+            [packings, packings, choices],
+            lambda forward, backward, rows: steps[rows].simulated(LayerPacks(forward, backward), self.limit),
+        )  # fmt: skip
+        cut = 0
+        for forward, backward, rows in points:
+            packing = LayerPacks(forward, backward)
+            step: PackStep | None = steps[rows]
+            if packing != finest.cut.packing:
+                step = self._cut(packing, rows) if cut < CUTS else None
+                cut += 1
+            if step is not None and step.least <= self.limit:
+                return self._plan(step)
+        return self._plan(steps[choices[-1]])
+
+    def _plan(self, step: PackStep) -> PackPlan:
+        return PackPlan(step, step.planned(self.limit), self.limit)
+
+    def _cut(self, packing: LayerPacks, rows: Rows) -> PackStep | None:
+        """The step in other packs; None if these cannot be cut apart."""
+        try:
+            programs = self._packed.get(packing) or PackPrograms(self.step, packing)
+        except Unimplemented:
+            return None
+        self._packed[packing] = programs
+        return PackStep(programs, rows)
+
     def quickest(self, divide: Callable[[int], Rows]) -> int:
-        """The number of microbatches that fits and is predicted quickest.
+        """The number of microbatches that fits and is predicted quickest: of the fewest that fit, and their doubles.
 
         divide: the rows of each microbatch of at most so many. Raises ResourceExhausted with the smallest budget that
         microbatches of one row need.
         """
-        programs = self.program.programs
-        step = cache(partial(PackStep, programs))
-        plan = cache(lambda rows: PackPlan(step(rows), step(rows).planned(self.limit), self.limit))
-        most = len(divide(sum(divide(1))))
-        found = quickest(
-            lambda count: step(divide(count)).least <= self.limit, lambda count: plan(divide(count)).times.end, most
-        )
-        rows = divide(found or most)
-        self._plans.setdefault(rows, plan(rows))
-        return len(rows)
+        programs, most = self.program.programs, len(divide(sum(divide(1))))
+        first = fewest(lambda count: PackStep(programs, divide(count)).least <= self.limit, most)
+        choices = list(dict.fromkeys(divide(count) for count in doubled(first or most, most)[:DOUBLES]))
+        plan = self._quickest(choices)
+        self._plans.setdefault(plan.step.rows, plan)
+        return len(plan.step.rows)
 
     def at(self, shapes: tuple[torch.Size, ...]) -> tuple[PackProgram, Callable[..., Any] | None]:
         """The program; the rows of its microbatches are fed."""

@@ -2,17 +2,23 @@
 
 Outside of the device a tensor lies in a `HostCopy`: in the memory of the process, where the device is virtual and saves
 none, or in a mapped file, so that the process holds no more than the device does. Plans and counters are the same.
+Copies of a file go on while tasks compute: bytes of a copy in count from its beginning, those of one out to its end.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 
+from tfnb.execution.copy_lanes import CopyLanes, InlineCopies, finished
 from tfnb.graph.mapped_files import MappedFile, MappedRegion, region_of
 
 
@@ -21,6 +27,8 @@ class HostCopy(Protocol):
 
     A written value lies beside the value that the step began with.
     """
+
+    nbytes: int
 
     def read(self) -> torch.Tensor:
         """A new tensor with the value written last, else with the value of the beginning."""
@@ -34,11 +42,10 @@ class HostCopy(Protocol):
 class ProcessCopy:
     """A tensor in the memory of the process; of a value that is written the tensor itself is kept."""
 
-    def __init__(self, tensor: torch.Tensor | None = None) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.nbytes = tensor, tensor.nbytes
 
     def read(self) -> torch.Tensor:
-        assert self.tensor is not None
         return self.tensor.clone(memory_format=torch.contiguous_format)
 
     def write(self, tensor: torch.Tensor) -> None:
@@ -50,6 +57,7 @@ class RegionCopy:
 
     def __init__(self, tensor: torch.Tensor, region: MappedRegion) -> None:
         self.like, self.region, self.is_written = tensor, region, False
+        self.nbytes = tensor.nbytes
 
     def read(self) -> torch.Tensor:
         made = torch.empty(self.like.shape, dtype=self.like.dtype)
@@ -63,10 +71,11 @@ class RegionCopy:
 
 
 class RangeCopy:
-    """A value of one step, such as a gradient, in a range of a file; its strides are kept."""
+    """A value of one step, such as a gradient, in a range of a file. like: a tensor of its size. Strides are kept."""
 
-    def __init__(self, file: MappedFile) -> None:
-        self.file, self.range, self.size = file, -1, 0
+    def __init__(self, file: MappedFile, like: torch.Tensor) -> None:
+        self.file, self.nbytes, self.range = file, like.nbytes, file.take(like.nbytes)
+        weakref.finalize(self, file.give, self.range, self.nbytes).atexit = False
 
     def read(self) -> torch.Tensor:
         made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
@@ -76,10 +85,6 @@ class RangeCopy:
     def write(self, tensor: torch.Tensor) -> None:
         tensor = tensor.resolve_conj().resolve_neg()
         self.shape, self.strides, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
-        if self.range < 0:
-            self.size = tensor.nbytes
-            self.range = self.file.take(self.size)
-            weakref.finalize(self, self.file.give, self.range, self.size).atexit = False
         self.file.write(self.range, _bytes(tensor))
 
 
@@ -103,14 +108,24 @@ def host_copy(tensor: torch.Tensor, is_written: bool) -> ProcessCopy | RegionCop
     return RegionCopy(tensor, region)
 
 
+class DeviceCopy(NamedTuple):
+    """A copy that is over: "in" or "out", between two moments of the clock."""
+
+    way: str
+    key: Hashable
+    start: float
+    end: float
+
+
 class VirtualDevice:
     """The tensors on a device of ``budget`` bytes, by key; one byte more raises MemoryError.
 
-    host: the tensors outside, which `load` copies in and `store` copies out. spare: makes the host's copy of a tensor
-    that had none. most: bytes held at once. loaded, stored: bytes copied.
+    host: the tensors outside, which `load` copies in and `store` copies out. spare: makes the host's copy for a tensor
+    that has none. lanes: do the copies. most: bytes held at once. loaded, stored: bytes copied. copies: those over.
 
     >>> device = VirtualDevice(16, {"w": ProcessCopy(torch.zeros(3))})
     >>> device.load("w")
+    >>> device.arrive(["w"])
     >>> device.held, device.loaded
     (12, 12)
     >>> device.put("x", torch.zeros(2))
@@ -119,18 +134,43 @@ class VirtualDevice:
     """
 
     def __init__(
-        self, budget: int, host: MutableMapping[Hashable, HostCopy], spare: Callable[[], HostCopy] = ProcessCopy
+        self, budget: int, host: MutableMapping[Hashable, HostCopy],
+        spare: Callable[[torch.Tensor], HostCopy] = ProcessCopy, lanes: CopyLanes | None = None,
     ) -> None:  # fmt: skip
-        self.budget, self.host, self.spare = budget, host, spare
+        self.budget, self.host, self.spare, self.lanes = budget, host, spare, lanes or InlineCopies()
         self.here: dict[Hashable, torch.Tensor] = {}
-        self._leaving: dict[Hashable, int] = {}
+        self.copies: list[DeviceCopy] = []
         self.held = self.most = self.loaded = self.stored = 0
+        self._coming: dict[Hashable, Future[torch.Tensor]] = {}
+        self._leaving: dict[Hashable, Future[None]] = {}
+        self._rooms: list[Future[None]] = []  # which the next copy in waits for
+        self._lock = threading.Lock()  # of what is held: tasks and both lanes count
 
     def load(self, key: Hashable) -> None:
-        """Copy a tensor in."""
-        tensor = self.host[key].read()
-        self.put(key, tensor)
-        self.loaded += tensor.nbytes
+        """Begin to copy a tensor in, behind the copies out that `room` named."""
+        copy = self.host[key]
+        self._coming[key] = self.lanes.load(partial(self._read, key, copy, self._rooms))
+        self._rooms = []
+        self.loaded += copy.nbytes
+
+    def _read(self, key: Hashable, copy: HostCopy, rooms: Iterable[Future[None]]) -> torch.Tensor:
+        for room in rooms:
+            room.result()
+        self._hold(copy.nbytes)
+        began = time.perf_counter()
+        tensor = copy.read()
+        self.copies.append(DeviceCopy("in", key, began, time.perf_counter()))
+        return tensor
+
+    def room(self, key: Hashable) -> None:
+        """Let the next copy in wait for the copy out of a tensor."""
+        self._rooms.append(self._leaving[key])
+
+    def arrive(self, keys: Iterable[Hashable]) -> None:
+        """Wait until these tensors are here; an error of their copy is raised."""
+        for key in keys:
+            if key in self._coming:
+                self.here[key] = finished(self._coming.pop(key))
 
     def put(self, key: Hashable, tensor: torch.Tensor) -> None:
         """Hold a tensor that was made here."""
@@ -138,21 +178,26 @@ class VirtualDevice:
         self.here[key] = tensor
 
     def store(self, key: Hashable) -> None:
-        """Copy a tensor out; its bytes are held until `settle`."""
+        """Begin to copy a tensor out; its bytes are held until that is over."""
         tensor = self.here.pop(key)
         if key not in self.host:
-            self.host[key] = self.spare()
-        self.host[key].write(tensor)
-        self._leaving[key] = tensor.nbytes
+            self.host[key] = self.spare(tensor)
+        self._leaving[key] = self.lanes.store(partial(self._write, key, self.host[key]), tensor)
         self.stored += tensor.nbytes
 
+    def _write(self, key: Hashable, copy: HostCopy, tensor: torch.Tensor) -> None:
+        began = time.perf_counter()
+        copy.write(tensor)
+        self.copies.append(DeviceCopy("out", key, began, time.perf_counter()))
+        self._release(tensor.nbytes)
+
     def settle(self, key: Hashable) -> None:
-        """Give back the bytes of a tensor that was copied out."""
-        self.held -= self._leaving.pop(key)
+        """Wait for the copy out of a tensor; an error of it is raised."""
+        finished(self._leaving[key])
 
     def drop(self, key: Hashable) -> None:
         """Let go of a tensor."""
-        self.held -= self.here.pop(key).nbytes
+        self._release(self.here.pop(key).nbytes)
 
     @contextmanager
     def working(self, size: int) -> Iterator[None]:
@@ -161,15 +206,20 @@ class VirtualDevice:
         try:
             yield
         finally:
-            self.held -= size
+            self._release(size)
 
     def close(self) -> None:
-        """Give back the bytes of all tensors that were copied out."""
-        for key in list(self._leaving):
+        """Wait for all copies out."""
+        for key in self._leaving:
             self.settle(key)
 
     def _hold(self, size: int) -> None:
-        if self.held + size > self.budget:
-            raise MemoryError(f"{size:,} bytes do not fit beside {self.held:,} of {self.budget:,}")
-        self.held += size
-        self.most = max(self.most, self.held)
+        with self._lock:
+            if self.held + size > self.budget:
+                raise MemoryError(f"{size:,} bytes do not fit beside {self.held:,} of {self.budget:,}")
+            self.held += size
+            self.most = max(self.most, self.held)
+
+    def _release(self, size: int) -> None:
+        with self._lock:
+            self.held -= size

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from tfnb.memory.moves import MoveKind, Schedule
 from tfnb.memory.pack_tasks import DeviceItem, PackTask
 
+_LANES = (MoveKind.IN, MoveKind.OUT, MoveKind.RUN)
+
 
 class LaneClock:
     """The times of lanes. A lane works on one subject at a time, in the order of booking.
@@ -49,11 +51,15 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaneTimes:
-    """The bars of a step. end: its seconds. busy: the seconds of each lane that worked."""
+    """The bars of a step. end: its seconds. busy: the seconds of each lane.
+
+    waits: seconds in which the lane of tasks is idle, by what it waits for: room, or the role of a tensor.
+    """
 
     bars: tuple[Bar, ...]
     end: float
-    busy: Mapping[Hashable, float]
+    busy: Mapping[MoveKind, float]
+    waits: Mapping[str, float]
 
 
 def lane_times(
@@ -62,26 +68,33 @@ def lane_times(
 ) -> LaneTimes:  # fmt: skip
     """When each copy and task begins and ends. rate: bytes a second of either lane. seconds: that a task computes.
 
-    A lane works in order; a task waits for what it reads, a copy in for the room of copies out that stand before it,
-    and a copy out for the task before it.
+    A lane works in order, and begins nothing before the tasks that stand before it are over. A task waits for what it
+    reads and for copies out that stand before it in a WAIT, a copy in for those in a ROOM.
     """
-    clock, bars, room = LaneClock(), list[Bar](), 0.0
+    clock, bars, waits = LaneClock(), list[Bar](), dict[str, float]()
+    room = dict.fromkeys((MoveKind.WAIT, MoveKind.ROOM), 0.0)
     arrived: dict[DeviceItem, float] = {}
     gone: dict[DeviceItem, float] = {}
     for act, item, at in plan.moves:
-        if act is MoveKind.WAIT and item is not None:
-            room = max(room, gone[item])
-        if act not in (MoveKind.IN, MoveKind.OUT, MoveKind.RUN):
+        if act in room and item is not None:
+            room[act] = max(room[act], gone[item])
+        if act not in _LANES:
             continue
         subject: DeviceItem | PackTask = tasks[at] if item is None else item
+        idle, after = clock.free.get(act, 0.0), max(clock.free.get(MoveKind.RUN, 0.0), room[MoveKind.WAIT])
         if isinstance(subject, PackTask):
-            ready = max([room, *(arrived.get(read, 0.0) for read in subject.reads)])
+            last = max(subject.reads, key=lambda read: arrived.get(read, 0.0), default=None)
+            ready = after if last is None else max(after, arrived.get(last, 0.0))
+            if ready > idle:
+                cause = "room" if ready == after or last is None else str(last.role)
+                waits[cause] = waits.get(cause, 0.0) + ready - idle
             lasts = seconds(subject)
         else:
-            after = room if act is MoveKind.IN else arrived.get(subject, 0.0)
-            ready, lasts = max(clock.free.get(MoveKind.RUN, 0.0), after), sizes[subject] / rate
+            ready = max(after, room[MoveKind.ROOM] if act is MoveKind.IN else 0.0)
+            lasts = sizes[subject] / rate
         start = clock.book(act, ready, lasts)
         bars.append(Bar(act, subject, start, clock.free[act]))
         if item is not None:
             (arrived if act is MoveKind.IN else gone)[item] = clock.free[act]
-    return LaneTimes(tuple(bars), max(clock.free.values(), default=0.0), clock.busy)
+    busy = {lane: clock.busy.get(lane, 0.0) for lane in _LANES}
+    return LaneTimes(tuple(bars), max(clock.free.values(), default=0.0), busy, waits)

@@ -1,28 +1,34 @@
 """The plan of tensor transfers of a device: tasks in an order, sizes and a budget give moves. Pure.
 
-One planner for weights, optimizer state, gradients and border values (semantics S-189): before a task runs, what it
-reads is loaded; victims are those of the farthest next use, clean ones are dropped and changed ones copied out; what
-the next tasks read is loaded beside it, where that evicts nothing of nearer use. Bytes on their way out count until
-they are gone. Least recently used and "nothing stays", which virtualised memory does, are policies of the same planner.
+One planner for weights, optimizer state, gradients and border values (semantics S-189). `tfnb.memory.residency` says
+between which tasks each tensor is on the device: victims are those of the farthest next use, clean ones are dropped and
+changed ones copied out. Here each copy out begins as soon as its tensor has no further use, and each copy in as early
+as the budget allows, some tasks ahead. Copies go on beside tasks, so their order in time is unknown: bytes on their way
+out count until something has waited for them, and so do those of copies in from the moment they may have begun. Least
+recently used and "nothing stays", which virtualised memory does, are policies of the same planner.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from math import inf
+from itertools import accumulate
 from typing import NamedTuple
 
 from tfnb.errors import ResourceExhausted
 from tfnb.memory.pack_tasks import DeviceItem, PackTask, Role
+from tfnb.memory.residency import Exit, Residency, Victims, residencies
+from tfnb.memory.slabs import Slabs, slabs
 
 
 class MoveKind(StrEnum):
-    """IN, OUT: copies from and to the host. WAIT: until an OUT is over. DROP: a clean copy. FREE: a dead value."""
+    """IN, OUT: copies from and to the host. DROP: a clean copy. FREE: a dead value. RUN: a task.
 
-    IN, OUT, WAIT, DROP, FREE, RUN = "in", "out", "wait", "drop", "free", "run"
+    WAIT: tasks wait until an OUT is over. ROOM: the copies in behind it do, and tasks go on.
+    """
+
+    IN, OUT, ROOM, WAIT, DROP, FREE, RUN = "in", "out", "room", "wait", "drop", "free", "run"
 
 
 class Move(NamedTuple):
@@ -33,27 +39,37 @@ class Move(NamedTuple):
     task: int = -1
 
 
-class Victims(StrEnum):
-    """The order in which tensors leave: farthest next use, least recently used, or all at once after each task."""
-
-    NEXT_USE, LRU, ALL = "farthest next use", "least recently used", "nothing stays"
-
-
 @dataclass(frozen=True, slots=True)
 class MovePolicy:
     """How a schedule is made.
 
-    victims: who leaves. ahead: tasks whose tensors are loaded beside the running one. writes_back: clean ones, too.
+    victims: who leaves. ahead: the most tasks by which a copy in precedes the task that needs it. drain: tasks for
+    which the bytes of a copy out are left unused, though it may be over sooner. share: of the room that the largest
+    task leaves, the part in which tensors stay for later tasks; copies ahead have all of it. writes_back: clean tensors
+    are copied out, too.
     """
 
     victims: Victims = Victims.NEXT_USE
     ahead: int = 1
+    drain: int = 0
+    share: float = 1.0
     writes_back: bool = False
+
+
+ON_DEMAND = MovePolicy(ahead=0)
+TRIED = tuple(
+    MovePolicy(ahead=ahead, drain=drain, share=share)
+    for share in (1.0, 0.5) for ahead, drain in ((1, 0), (4, 0), (16, 2), (16, 8), (64, 24))
+)  # fmt: skip
+"""The policies of which a step takes the quickest; beside `ON_DEMAND`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Moves in order. bytes: copied, by act and role. most: bytes on the device at once, work and leaving included."""
+    """Moves in order. bytes: copied, by act and role.
+
+    most: bytes on the device at once, work and leaving included, however quick or slow copies are.
+    """
 
     moves: tuple[Move, ...]
     bytes: Mapping[tuple[MoveKind, Role], int]
@@ -70,17 +86,19 @@ class Schedule:
         return self.bytes.get((MoveKind.IN, role), 0) + self.bytes.get((MoveKind.OUT, role), 0)
 
 
-def best_schedule(tasks: Sequence[PackTask], sizes: Mapping[DeviceItem, int], budget: int, ahead: int = 1) -> Schedule:
-    """The schedule of farthest next use, prefetched if that copies no more than LRU; never more bytes than LRU.
+def best_schedule(
+    tasks: Sequence[PackTask], sizes: Mapping[DeviceItem, int], budget: int, seconds: Callable[[Schedule], float]
+) -> Schedule:
+    """The quickest schedule of `TRIED` that copies no more bytes than LRU; LRU on demand if none of them does.
 
-    Farthest next use alone may copy more where sizes differ. Raises ResourceExhausted, as `schedule`.
+    Farthest next use alone may copy more where sizes differ. seconds: of a schedule. Raises ResourceExhausted, as
+    `schedule`.
     """
-    least = schedule(tasks, sizes, budget, MovePolicy(Victims.LRU, 0))
-    for tried in dict.fromkeys((ahead, 0)):
-        found = schedule(tasks, sizes, budget, MovePolicy(ahead=tried))
-        if found.moved <= least.moved:
-            return found
-    return least
+    ensure_feasible(tasks, sizes, budget)
+    merged = slabs(tasks, sizes)
+    lru = _scheduled(merged, budget, MovePolicy(Victims.LRU, 0))
+    found = [_scheduled(merged, budget, policy) for policy in (ON_DEMAND, *TRIED)]
+    return min((plan for plan in found if plan.moved <= lru.moved), key=seconds, default=lru)
 
 
 def need(task: PackTask, sizes: Mapping[DeviceItem, int]) -> int:
@@ -88,13 +106,8 @@ def need(task: PackTask, sizes: Mapping[DeviceItem, int]) -> int:
     return task.work + sum(map(sizes.__getitem__, {*task.reads, *task.makes}))
 
 
-def schedule(
-    tasks: Sequence[PackTask], sizes: Mapping[DeviceItem, int], budget: int, policy: MovePolicy = MovePolicy()
-) -> Schedule:
-    """The moves of one step. At its beginning and end all Variables are on the host, and nothing is on the device.
-
-    Raises ResourceExhausted with the smallest budget, the need of the largest task; every larger one is feasible.
-    """
+def ensure_feasible(tasks: Sequence[PackTask], sizes: Mapping[DeviceItem, int], budget: int) -> None:
+    """Raise ResourceExhausted with the smallest budget, the need of the largest task, if this one is smaller."""
     largest = max(tasks, key=lambda task: need(task, sizes), default=None)
     if largest is not None and need(largest, sizes) > budget:
         parts = {role: sum(sizes[i] for i in {*largest.reads, *largest.makes} if i.role == role) for role in Role}
@@ -105,12 +118,78 @@ def schedule(
             f"{need(largest, sizes):,} bytes. Give at least that, take more microbatches, or cut the model into "
             "smaller packs", details=need(largest, sizes),
         )  # fmt: skip
-    return _Planner(tasks, sizes, budget, policy).planned()
+
+
+def schedule(
+    tasks: Sequence[PackTask], sizes: Mapping[DeviceItem, int], budget: int, policy: MovePolicy = MovePolicy()
+) -> Schedule:
+    """The moves of one step. At its beginning and end all Variables are on the host, and nothing is on the device.
+
+    Raises ResourceExhausted as `ensure_feasible`; every larger budget is feasible.
+    """
+    ensure_feasible(tasks, sizes, budget)
+    return _scheduled(slabs(tasks, sizes), budget, policy)
+
+
+def _scheduled(merged: Slabs, budget: int, policy: MovePolicy) -> Schedule:
+    """The schedule of slabs, with the moves of their members."""
+    tasks, sizes = merged.tasks, merged.sizes
+    least = max((need(task, sizes) for task in tasks), default=0)
+    room = least + int(policy.share * (budget - least))
+    stays = residencies(tasks, sizes, room, policy.victims, writes_back=policy.writes_back)
+    plan = _Planner(tasks, sizes, budget, policy).planned(_entries(stays, tasks, sizes, budget, policy), stays)
+    moves = (
+        Move(act, item, at) for act, slab, at in plan.moves
+        for item in ((None,) if slab is None else merged.members.get(slab, (slab,)))
+    )  # fmt: skip
+    return replace(plan, moves=tuple(moves))
+
+
+def _entries(
+    stays: Sequence[Residency], tasks: Sequence[PackTask], sizes: Mapping[DeviceItem, int], budget: int,
+    policy: MovePolicy,
+) -> dict[int, list[DeviceItem]]:  # fmt: skip
+    """The copies in that begin before each task: in the order of need, each as early as policy and budget allow.
+
+    None begins before the end of the tensor's stay before, so that no byte is copied more often for it.
+    """
+    used = _used(stays, tasks, sizes, policy.drain)
+    left: dict[DeviceItem, int] = {}  # the task after which a tensor left last
+    found: dict[int, list[DeviceItem]] = {}
+    earliest = 0
+    for stay in sorted(stays, key=lambda stay: stay.first):
+        item, at = stay.item, stay.first
+        if stay.is_loaded:
+            first = max(earliest, left.get(item, -1) + 1, at - policy.ahead)
+            while at > first and used[at - 1] + sizes[item] <= budget:
+                at -= 1
+                used[at] += sizes[item]
+            earliest = at
+            found.setdefault(at, []).append(item)
+        left[item] = stay.last
+    return found
+
+
+def _used(
+    stays: Sequence[Residency], tasks: Sequence[PackTask], sizes: Mapping[DeviceItem, int], drain: int
+) -> list[int]:  # fmt: skip
+    """Bytes on the device during each task, copies out counted for ``drain`` tasks more."""
+    more = [0] * (len(tasks) + 1)
+    for stay in stays:
+        more[stay.first] += sizes[stay.item]
+        end = stay.last + 1 + (drain if stay.exit is Exit.OUT else 0)
+        more[min(end, len(tasks))] -= sizes[stay.item]
+    sums = accumulate(more)
+    return [held + task.work for held, task in zip(sums, tasks, strict=False)]
 
 
 @dataclass
 class _Planner:
-    """The state of a device while its moves are planned."""
+    """The bytes that may be on a device while moves are planned.
+
+    here: bytes on the device for certain, with those of copies out that no task has waited for. queue: what the lane of
+    copies in has before it, as far as no task has waited for it: copies in, and copies out that it waits for.
+    """
 
     tasks: Sequence[PackTask]
     sizes: Mapping[DeviceItem, int]
@@ -119,124 +198,87 @@ class _Planner:
     moves: list[Move] = field(default_factory=list)
     bytes: dict[tuple[MoveKind, Role], int] = field(default_factory=dict)
     most: int = 0
-    used: int = 0  # by what is here
-    going: int = 0  # by what is on its way out
+    here: int = 0
 
     def __post_init__(self) -> None:
-        self.uses: dict[DeviceItem, list[int]] = {}
-        for at, task in enumerate(self.tasks):
-            for item in task.reads:
-                self.uses.setdefault(item, []).append(at)
-        self.on_host = {item for item in self.sizes if item.role in (Role.WEIGHT, Role.STATE)}
-        self.here: dict[DeviceItem, int] = {}  # and the place of the task that used it last
-        self.changed: set[DeviceItem] = set()
-        self.leaving: list[DeviceItem] = []
+        self.queue: list[tuple[MoveKind, DeviceItem]] = []
+        self.queue_end = self.queue_most = 0  # bytes that the queue adds in the end, and at most on its way there
+        self.going: dict[DeviceItem, None] = {}  # copies out, in order, that nothing has waited for
+        self.waited: dict[DeviceItem, None] = {}  # those that the lane of copies in waits for, and no task has
 
-    def planned(self) -> Schedule:
+    def planned(self, entries: Mapping[int, Sequence[DeviceItem]], stays: Sequence[Residency]) -> Schedule:
+        leaving: dict[int, list[Residency]] = {}
+        for stay in stays:
+            leaving.setdefault(stay.last, []).append(stay)
         for at, task in enumerate(self.tasks):
-            self._before(at, task)
-            self.most = max(self.most, self.used + self.going + self._made(task))
-            self.moves.append(Move(MoveKind.RUN, task=at))
-            self._after(at, task)
-        for item in list(self.here):
-            self._leave(item)
+            for item in entries.get(at, ()):
+                self._load(item)
+            self._run(at, task)
+            for stay in leaving.get(at, ()):
+                self._leave(stay.item, stay.exit)
         return Schedule(tuple(self.moves), self.bytes, self.most, self.policy)
 
-    def _made(self, task: PackTask) -> int:
-        return task.work + sum(self.sizes[item] for item in task.makes)
+    def _load(self, item: DeviceItem) -> None:
+        """Begin a copy in, behind copies out that make its room, and behind the copy out of the same tensor."""
+        size = self.sizes[item]
+        while item in self.going or (self.going and self.here + self.queue_end + size > self.budget):
+            first = next(iter(self.going))
+            del self.going[first]
+            self.waited[first] = None
+            self._queue(MoveKind.ROOM, first)
+        self._queue(MoveKind.IN, item)
+        self._count(MoveKind.IN, item)
+        self.most = max(self.most, self.here + self.queue_most)
 
-    def _before(self, at: int, task: PackTask) -> None:
-        """Load the inputs of a task; prefetch the inputs of the next tasks if there is room."""
-        made = self._made(task)
-        missing = [item for item in task.reads if item not in self.here]
-        self._has_room(sum(self.sizes[item] for item in missing) + made, task.reads, at, is_needed=True)
-        for item in missing:
-            self._load(item, at)
-        for later in self.tasks[at + 1 : at + 1 + self.policy.ahead]:
-            for item in later.reads:
-                is_there = item in self.here or item not in self.on_host or item in task.makes
-                pinned = (*task.reads, *later.reads)
-                if not is_there and self._has_room(self.sizes[item] + made, pinned, at, is_needed=False):
-                    self._load(item, at)
-        self._settle(made)
-
-    def _after(self, at: int, task: PackTask) -> None:
-        for item in task.makes:
-            self.here[item] = at
-            self.used += self.sizes[item]
-        for item in task.reads:
-            self.here[item] = at
-        self.changed.update(task.makes, task.writes)
-        for item in task.frees:
-            self._forget(item)
-            self.moves.append(Move(MoveKind.FREE, item))
-        if self.policy.victims is Victims.ALL:
-            kept = self.tasks[at + 1].reads if at + 1 < len(self.tasks) and not self.policy.writes_back else ()
-            for item in [item for item in self.here if item.role is not Role.BORDER and item not in kept]:
-                self._leave(item)
-
-    def _next(self, item: DeviceItem, at: int) -> float:
-        """The place of the next task from ``at`` on that reads a tensor."""
-        uses = self.uses.get(item, [])
-        found = bisect_left(uses, at)
-        return uses[found] if found < len(uses) else inf
-
-    def _rank(self, item: DeviceItem, at: int) -> tuple[float, int]:
-        """Sort key of eviction: the least leaves first."""
-        used = self.here[item] if self.policy.victims is Victims.LRU else -self._next(item, at + 1)
-        return used, -self.sizes[item]
-
-    def _has_room(self, wanted: int, pinned: Collection[DeviceItem], at: int, *, is_needed: bool) -> bool:
-        """Make room for so many bytes beside the pinned tensors; a prefetch evicts nothing that is used sooner."""
-        short, victims = self.used + wanted - self.budget, []
-        if short > 0:
-            able = (item for item in self.here if item not in pinned)
-            for item in sorted(able, key=lambda item: self._rank(item, at)):
-                if short <= 0 or (not is_needed and self._next(item, at + 1) <= at + self.policy.ahead):
-                    break
-                victims.append(item)
-                short -= self.sizes[item]
-            if short > 0:
-                return False
-        for item in victims:
-            self._leave(item)
-        self._settle(wanted)
-        return True
-
-    def _settle(self, wanted: int) -> None:
-        """Wait for tensors on their way out until so many bytes have room."""
-        while self.leaving and self.used + self.going + wanted > self.budget:
-            item = self.leaving.pop(0)
-            self.going -= self.sizes[item]
-            self.moves.append(Move(MoveKind.WAIT, item))
-
-    def _load(self, item: DeviceItem, at: int) -> None:
-        if item in self.leaving:  # its copy out is over before it comes back
-            while self.leaving and item in self.leaving:
-                gone = self.leaving.pop(0)
-                self.going -= self.sizes[gone]
-                self.moves.append(Move(MoveKind.WAIT, gone))
-        self._copied(MoveKind.IN, item)
-        self.here[item] = at
-        self.used += self.sizes[item]
-        self.most = max(self.most, self.used + self.going)
-
-    def _leave(self, item: DeviceItem) -> None:
-        is_copied = item in self.changed or (self.policy.writes_back and item.role is not Role.BORDER)
-        self._forget(item)
-        if is_copied:
-            self._copied(MoveKind.OUT, item)
-            self.on_host.add(item)
-            self.leaving.append(item)
-            self.going += self.sizes[item]
-        else:
-            self.moves.append(Move(MoveKind.DROP, item))
-
-    def _forget(self, item: DeviceItem) -> None:
-        self.used -= self.sizes[item]
-        del self.here[item]
-        self.changed.discard(item)
-
-    def _copied(self, act: MoveKind, item: DeviceItem) -> None:
+    def _queue(self, act: MoveKind, item: DeviceItem) -> None:
         self.moves.append(Move(act, item))
+        self.queue.append((act, item))
+        self._add(act, item)
+
+    def _add(self, act: MoveKind, item: DeviceItem) -> None:
+        self.queue_end += self.sizes[item] if act is MoveKind.IN else -self.sizes[item]
+        self.queue_most = max(self.queue_most, self.queue_end)
+
+    def _requeue(self, queue: list[tuple[MoveKind, DeviceItem]]) -> None:
+        """Set the rest of the queue."""
+        self.queue, self.queue_end, self.queue_most = queue, 0, 0
+        for act, item in queue:
+            self._add(act, item)
+
+    def _run(self, at: int, task: PackTask) -> None:
+        """Run a task once copies out have made its room, at any state of the copies in."""
+        reads = set(task.reads)
+        ins = [place for place, (act, item) in enumerate(self.queue) if act is MoveKind.IN and item in reads]
+        if ins:
+            for act, item in self.queue[: ins[-1] + 1]:
+                self.here += self.sizes[item] if act is MoveKind.IN else -self.sizes[item]
+                if act is MoveKind.ROOM:
+                    del self.waited[item]
+            self._requeue(self.queue[ins[-1] + 1 :])
+        made = sum(self.sizes[item] for item in task.makes)
+        while self.here + self.queue_most + task.work + made > self.budget:
+            self._wait()
+        self.most = max(self.most, self.here + self.queue_most + task.work + made)
+        self.moves.append(Move(MoveKind.RUN, task=at))
+        self.here += made
+
+    def _wait(self) -> None:
+        """Let tasks wait for the first copy out that none has waited for."""
+        among = self.waited or self.going
+        item = next(iter(among))
+        if among is self.waited:
+            self._requeue([queued for queued in self.queue if queued != (MoveKind.ROOM, item)])
+        del among[item]
+        self.here -= self.sizes[item]
+        self.moves.append(Move(MoveKind.WAIT, item))
+
+    def _leave(self, item: DeviceItem, exit: Exit) -> None:
+        if exit is Exit.OUT:
+            self._count(MoveKind.OUT, item)
+            self.going[item] = None
+        else:
+            self.here -= self.sizes[item]
+        self.moves.append(Move(MoveKind(exit), item))
+
+    def _count(self, act: MoveKind, item: DeviceItem) -> None:
         self.bytes[act, item.role] = self.bytes.get((act, item.role), 0) + self.sizes[item]

@@ -8,7 +8,7 @@ what enters it (S-196); the last pack's forward is a part of its backward. What 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from tfnb.errors import Unimplemented
 from tfnb.graph import Contents, Node, Value, Variable
 from tfnb.graph.subgraph import uses_queues
 from tfnb.memory.pack_tasks import Phase
-from tfnb.memory.packs import layers
+from tfnb.memory.packs import LayerPacks, layers, one_each
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import End, Partition
 from tfnb.passes.flow.places import Place, homes
@@ -48,17 +48,20 @@ class CutPiece:
 
 
 class PackCut:
-    """The cut of a step. pack_of: the pack of each layer, in order, by default one for each.
+    """The cut of a step. packing: of its layers, by default one pack for each.
 
-    graph: pure dataflow, with one assign for each written Variable at its end.
+    graph: pure dataflow, with one assign for each written Variable at its end. packing: forward and backward. layers:
+    how many there are. back: the backward pack in which each forward node is done anew.
     """
 
-    def __init__(self, step: StepGraph, pack_of: Sequence[int] | None = None) -> None:
+    def __init__(self, step: StepGraph, packing: LayerPacks | None = None) -> None:
         self.step, self.state = step, resolve(step.graph, step.feeds)
         nodes = tuple(self.state.nodes.values())
-        layer = layers(nodes)
-        self.packs = 1 + max(layer.values() if pack_of is None else pack_of, default=0)
-        self._pack = layer if pack_of is None else {node: pack_of[at] for node, at in layer.items()}
+        self._layer = layers(nodes)
+        self.layers = 1 + max(self._layer.values(), default=0)
+        self.packing = packing or one_each(self.layers)
+        self._first, self.packs = (1 + max(pack_of) for pack_of in self.packing)
+        self.back: dict[int, int] = {}
         self.graph = step.whole.derive(Contents((*self._fed(), *nodes, *self._assigns()), step.graph.contents.guards))
         self.time: dict[int, int] = {}
         self._rows = frozenset(step.feeds)
@@ -75,14 +78,14 @@ class PackCut:
         return [replace(node, inputs=(self.state.final[v], *node.inputs[1:]), control=()) for v, node in last.items()]
 
     def backward(self, pack: int) -> int:
-        """The time of a pack's backward piece; its update follows."""
-        return self.packs + 2 * (self.packs - 1 - pack)
+        """The time of a pack's backward piece; its update follows. The first one is at the time ``_first``."""
+        return self._first + 2 * (self.packs - 1 - pack)
 
     def _piece(self, time: int) -> tuple[Phase, int]:
-        if time < self.packs:
+        if time < self._first:
             return Phase.FORWARD, time
-        pack = self.packs - 1 - (time - self.packs) // 2
-        return (Phase.UPDATE if (time - self.packs) % 2 else Phase.BACKWARD), pack
+        pack = self.packs - 1 - (time - self._first) // 2
+        return (Phase.UPDATE if (time - self._first) % 2 else Phase.BACKWARD), pack
 
     def _place(self, node: Node) -> None:
         """Set the time of a node; never before its inputs."""
@@ -96,15 +99,17 @@ class PackCut:
         if of_gradient:
             self._gradient.add(node.id)
         if node.id in self.state.updated - self._dense or (of_gradient and not self._is_derivative(node)):
-            last = max(last or 0, self.packs)
+            last = max(last or 0, self._first)
             self.time[node.id] = last if self._piece(last)[0] is Phase.UPDATE else last + 1
         elif of_gradient or node.forward is not None:
-            own = self.time.get(node.forward) if node.forward is not None else None
-            own = self.packs if own is None or own >= self.packs else self.backward(own)
-            self.time[node.id] = max(own, last or 0)
-        elif last is not None or node.id in self._pack:  # else it depends on no row and no layer: done anew anywhere
-            time = max(self._pack.get(node.id, 0), last or 0)
-            self.time[node.id] = self.packs if time == self.packs - 1 else time  # the last pack is fused
+            pack = self.back.get(node.forward, self.packs - 1) if node.forward is not None else self.packs - 1
+            self.time[node.id] = max(self.backward(pack), last or 0)
+        elif last is not None or node.id in self._layer:  # else it depends on no row and no layer: done anew anywhere
+            layer = self._layer.get(node.id, 0)
+            back = max([self.packing.backward[layer], *(self.back.get(v.node, 0) for v in node.inputs)])
+            self.back[node.id] = back
+            is_fused = back == self.packs - 1
+            self.time[node.id] = self._first if is_fused else max(self.packing.forward[layer], last or 0)
 
     @cached_property
     def _dense(self) -> frozenset[int]:
@@ -116,7 +121,7 @@ class PackCut:
     @cached_property
     def partition(self) -> Partition:
         """The cut of the dataflow form."""
-        moved = {v for v, value in self.state.final.items() if self.time.get(value.node, self.packs) <= self.packs}
+        moved = {v for v, value in self.state.final.items() if self.time.get(value.node, self._first) <= self._first}
         flow, written = frames.resolved(frames.lower(
             self.graph.contents, self.step.feeds, symbols_of(self.step.whole, self.step.feeds), native=lambda node: True
         ))  # fmt: skip
@@ -128,9 +133,9 @@ class PackCut:
             if node.id not in self.time and node.attrs.get("variable") not in moved:
                 found[number] = found[number]._replace(place=None)
             reads = {self.graph.contents.by_id[v.node].attrs.get("variable") for v in node.inputs}
-            time = self.time.get(node.id, self.packs)
-            if time < self.packs and node.op not in _EFFECTS and moved.isdisjoint(reads):
-                found[number] = found[number]._replace(also=frozenset({Place(self.backward(time))}))
+            is_forward = self.time.get(node.id, self._first) < self._first
+            if is_forward and node.op not in _EFFECTS and moved.isdisjoint(reads):
+                found[number] = found[number]._replace(also=frozenset({Place(self.backward(self.back[node.id]))}))
         fetched = [self.state.resolved(v) for v in self.step.fetches if self.step.whole.contents.by_id[v.node].outputs]
         self._ends = tuple(dict.fromkeys(value for value in fetched if value not in self.step.feeds))
         ends = [End(flow.ports[value], (), Place(self._end(value))) for value in self._ends]
@@ -139,7 +144,7 @@ class PackCut:
 
     def _end(self, value: Value) -> int:
         """The time of the piece that gives a value to the caller or to a Variable."""
-        return self.time.get(value.node, self.packs)
+        return self.time.get(value.node, self._first)
 
     @cached_property
     def pieces(self) -> tuple[CutPiece, ...]:

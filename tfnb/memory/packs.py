@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from tfnb.graph import Node
 
@@ -20,6 +21,21 @@ def layers(nodes: Iterable[Node]) -> dict[int, int]:
         if at is not None and "gradient" not in node.tags and "update" not in node.tags:
             found[node.id] = order.setdefault(node.scope[: at + 1], len(order))
     return found
+
+
+class LayerPacks(NamedTuple):
+    """The pack of each layer in the forward pass, and in the backward pass; both ascend with the layers.
+
+    Layers of the last backward pack have no forward piece of their own: their forward pass is a part of the backward.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def one_each(layers: int) -> LayerPacks:
+    """A pack for each layer."""
+    return LayerPacks(tuple(range(layers)), tuple(range(layers)))
 
 
 def greedy(sizes: Sequence[float], capacity: float) -> list[int]:

@@ -19,14 +19,12 @@ from tfnb.graph import Contents, Node, Ref, Spec
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import COND, WHILE, WITH_GRADIENT, overload
 from tfnb.graph.spec import Dim
+from tfnb.memory.machine_rates import CPU, MachineRates
 from tfnb.passes.liveness import NOMINAL, nominal
 
-FLOPS_PER_BYTE = 8  # a kernel does so many while it moves one byte
-MOVED: Mapping[str, float] = {"cpu": 4}
+MOVED: Mapping[str, float] = {"cpu": 2 / CPU.link}
 """Of a device: how many bytes its kernels move in the time in which one byte goes to a spill file and comes back."""
 MOVED_ELSEWHERE = 64.0
-RATE = 2 / MOVED["cpu"]  # bytes that go one way in the time in which kernels of the CPU move one
-START = 32 << 10  # bytes that a kernel moves in the time that it takes to start one
 _FREE = frozenset({"tfnb.placeholder", "tfnb.constant", "tfnb.guard", WITH_GRADIENT})
 
 
@@ -43,27 +41,28 @@ def moving(bytes: int, device: str) -> float:
 
 
 def computing(
-    contents: Contents, sizes: Mapping[str, int], *, again: bool = True, nodes: Iterable[Node] | None = None
+    contents: Contents, sizes: Mapping[str, int], *, again: bool = True, nodes: Iterable[Node] | None = None,
+    on: MachineRates = CPU,
 ) -> float:  # fmt: skip
-    """The price of running the nodes.
+    """The price of running the nodes: on a machine whose constants are of seconds, their seconds.
 
     again: once more, which is infinite if one does something else than compute; else for the first time. nodes: of the
     contents, by default all.
     """
-    return sum(_started(node, contents, sizes, again) for node in (contents.nodes if nodes is None else nodes))
+    return sum(_started(node, contents, sizes, again, on) for node in (contents.nodes if nodes is None else nodes))
 
 
-def _started(node: Node, contents: Contents, sizes: Mapping[str, int], again: bool) -> float:
+def _started(node: Node, contents: Contents, sizes: Mapping[str, int], again: bool, on: MachineRates) -> float:
     if node.op in _FREE:
         return 0.0
     if node.op == COND:
-        return max(computing(node.attrs[side].contents, sizes, again=again) for side in ("then", "else"))
+        return max(computing(node.attrs[side].contents, sizes, again=again, on=on) for side in ("then", "else"))
     if node.op == WHILE:
         parts = [part for part in (node.attrs["cond"], node.attrs["body"]) if part is not None]
-        return NOMINAL * sum(computing(part.contents, sizes, again=again) for part in parts)
+        return NOMINAL * sum(computing(part.contents, sizes, again=again, on=on) for part in parts)
     if again:
-        return START + cost(node, contents, sizes) if repeats(node) else inf
-    return START + cost(node, contents, sizes) if is_kernel(node) else 0.0
+        return on.start + cost(node, contents, sizes, on) if repeats(node) else inf
+    return on.start + cost(node, contents, sizes, on) if is_kernel(node) else 0.0
 
 
 def is_kernel(node: Node) -> bool:
@@ -77,10 +76,10 @@ def repeats(node: Node) -> bool:
     return (ours or node.op == WITH_GRADIENT) and "update" not in node.tags
 
 
-def cost(node: Node, contents: Contents, sizes: Mapping[str, int]) -> float:
-    """The bytes that a node takes and makes, and its arithmetic: a floating-point operation counts as an eighth."""
+def cost(node: Node, contents: Contents, sizes: Mapping[str, int], on: MachineRates = CPU) -> float:
+    """The price of the bytes that a node takes and makes, and of its arithmetic."""
     work = kernel_work(node, contents, sizes)
-    return work.bytes + work.flops / FLOPS_PER_BYTE
+    return work.bytes / on.memory + work.flops / on.flops
 
 
 def kernel_work(node: Node, contents: Contents, sizes: Mapping[str, int]) -> KernelWork:

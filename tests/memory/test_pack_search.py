@@ -1,19 +1,31 @@
-"""``microbatches="auto"``: the whole step where it fits, else the quickest number that fits, told in one line."""
+"""The search for packs and microbatches; ``microbatches="auto"``: the whole step where it fits, else the quickest."""
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate, pairwise, product
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfnb
+from tests.memory.test_moves import chain
 from tests.memory.test_pack_steps import Training
 from tfnb.errors import InvalidArgument, ResourceExhausted, Unimplemented
 from tfnb.execution.pack_step import PackPlan, PackStep
-from tfnb.memory.microbatch_search import fewest, quickest
+from tfnb.memory import pack_search
+from tfnb.memory.moves import need
+from tfnb.memory.pack_search import doubled, fewest, packed, packings, searched, simulated
+from tfnb.memory.pack_tasks import PackPiece, Phase, Role, tasks_of
+from tfnb.memory.packs import LayerPacks
 from tfnb.train.batches import batches
 from tfnb.widgets.budget_slider import BudgetSlider
 
@@ -35,16 +47,113 @@ def test_the_fewest_that_fit_are_found(least: int, most: int) -> None:
     assert fewest(lambda count: count >= least, most) == (least if least <= most else None)
 
 
-@given(least=st.integers(1, 80), most=st.integers(1, 64), seconds=st.lists(st.integers(0, 9), min_size=65, max_size=65))
-def test_twice_as_many_are_taken_as_long_as_they_are_quicker(least: int, most: int, seconds: list[int]) -> None:
-    found = quickest(lambda count: count >= least, seconds.__getitem__, most)
-    if least > most:
-        assert found is None
-        return
-    assert found is not None and least <= found <= most
-    assert 2 * found > most or seconds[2 * found] >= seconds[found]
-    doubled = [count for count in (least << at for at in range(7)) if count <= found]
-    assert doubled[-1] == found and [seconds[n] for n in doubled] == sorted({seconds[n] for n in doubled}, reverse=True)
+@given(first=st.integers(1, 80), most=st.integers(1, 80))
+def test_a_number_is_tried_with_its_doubles(first: int, most: int) -> None:
+    found = doubled(first, max(first, most))
+    assert found[0] == first and found[-1] <= max(first, most) < 2 * found[-1]
+    assert all(2 * one == other for one, other in pairwise(found))
+
+
+@st.composite
+def spaces(draw: st.DrawFn) -> tuple[list[list[Any]], Callable[..., float]]:
+    """A chain of layers on a budget: packings and numbers of microbatches, and the simulated time of each point."""
+    layers = draw(st.integers(2, 5))
+    weights = draw(st.lists(st.integers(1, 9), min_size=layers, max_size=layers))
+    rows, rate = 8, draw(st.sampled_from([0.5, 2.0, 8.0]))
+    steps = {}
+    for count in (1, 2, 4, 8):
+        tasks, sizes = chain(layers, count, weights)
+        sizes = {i: size * rows // count if i.role is Role.BORDER else size for i, size in sizes.items()}
+        pieces = dict.fromkeys(replace(task.piece, work=task.piece.work * rows // count) for task in tasks)
+        steps[count] = tuple(pieces), sizes
+    start = draw(st.sampled_from([0.0, 0.5]))  # of each piece, so that few microbatches are quick
+
+    def seconds(piece: PackPiece, count: int) -> float:
+        passes = {Phase.FORWARD: 1, Phase.BACKWARD: 3, Phase.UPDATE: 0}[piece.phase]
+        return start + passes * weights[piece.pack] * rows / count / 4
+
+    def simulate(forward: tuple[int, ...], backward: tuple[int, ...], count: int) -> float:
+        return simulated(
+            *(steps[count][0], count, steps[count][1], budget), LayerPacks(forward, backward), rate,
+            lambda piece: seconds(piece, count),
+        )  # fmt: skip
+
+    pieces, sizes = steps[8]
+    least = max(need(task, sizes) for task in tasks_of(pieces, 8))
+    budget = least + draw(st.integers(0, 3 * 9 * layers))
+    packs = packings(weights, weights)
+    return [packs, packs, [1, 2, 4, 8]], simulate
+
+
+@settings(max_examples=20, deadline=None)
+@given(space=spaces())
+def test_the_search_is_within_a_twentieth_of_all_points_and_always_the_same(
+    space: tuple[list[list[Any]], Callable[..., float]],
+) -> None:
+    axes, simulate = space
+    known = cache(simulate)
+    with patch.object(pack_search, "SMALL", 0):  # one axis after the other
+        found = searched(axes, known)
+        assert found == searched(axes, known)
+    assert simulate(*found[0]) <= 1.05 * min(known(*point) for point in product(*axes))
+
+
+@settings(max_examples=15, deadline=None)
+@given(axes=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True), min_size=1, max_size=2))
+def test_a_small_space_is_tried_whole(axes: list[list[int]]) -> None:
+    points = searched(axes, lambda *point: float(sum(point) % 7))
+    assert sorted(points) == sorted(product(*axes))
+    assert [sum(point) % 7 for point in points] == sorted(sum(point) % 7 for point in points)
+
+
+# -- packs of layers -----------------------------------------------------------------------------------------------
+
+
+def random_packing(layers: int, chosen: random.Random) -> LayerPacks:
+    """Consecutive layers in packs, of the forward and of the backward pass."""
+    joins = [[chosen.random() < 0.5 for _ in range(layers - 1)] for _ in range(2)]
+    return LayerPacks(*(tuple(accumulate((not joined for joined in of), initial=0)) for of in joins))
+
+
+@pytest.fixture(params=["dense", "batch norm", "tied", "dropout", pytest.param("transformer", marks=pytest.mark.slow)])
+def packs(request: pytest.FixtureRequest) -> Iterator[tuple[Training, list[tuple[PackStep, PackStep]]]]:
+    """A training, and its step in one pack a layer beside itself in some random packs."""
+    torch.set_default_dtype(torch.float64)
+    made, chosen = Training(request.param), random.Random(request.param)
+    finest = PackStep(made.programs(), (2,) * 8)
+    found = []
+    for _ in range(2):
+        packing = random_packing(finest.of.cut.layers, chosen)
+        found.append((finest, PackStep(made.programs(packing), (2,) * 8)))
+    yield made, found
+    torch.set_default_dtype(torch.float32)
+
+
+def test_pieces_of_packs_are_those_of_the_cut_and_packs_have_the_bits_of_single_layers(
+    packs: tuple[Training, list[tuple[PackStep, PackStep]]],
+) -> None:
+    """The simulated pieces have the tensors of those that are cut, and at least their work."""
+    made, steps = packs
+    feeds = {made.x.value: made.rows, made.y.value: made.labels}
+    for finest, step in steps:
+        borders = {item.key: size for item, size in finest.sizes.items() if item.role is Role.BORDER}
+        simulated = {(piece.phase, piece.pack): piece for piece in packed(finest.pieces, step.of.cut.packing, borders)}
+        assert [*simulated] == [(piece.phase, piece.pack) for piece in step.pieces]
+        for piece in step.pieces:
+            like = simulated[piece.phase, piece.pack]
+            for part in ("weights", "state", "written", "gradients", "takes", "gives"):
+                assert {*getattr(like, part)} == {*getattr(piece, part)}, (step.of.cut.packing, piece, part)
+            assert like.work >= piece.work
+        budget = max(finest.least, step.least)
+        storages = {v: v.storage for v in finest.of.variables}
+        ran = [one.compute(feeds, storages, one.planned(budget), budget, run=7) for one in (finest, step)]
+        (want, values), (got, new) = ran
+        assert want.fetched.keys() == got.fetched.keys() and values.keys() == new.keys()
+        assert all(torch.equal(want.fetched[key], got.fetched[key]) for key in want.fetched)
+        assert all(torch.equal(values[v].read(), new[v].read()) for v in values)
+
+
+# -- what is chosen ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("budget", "count"), [("60KB", 3), ("150KB", 1)])
