@@ -209,7 +209,7 @@ def test_images_are_enlarged_row_by_row() -> None:
         (grad,) = tfnb.gradients(F.interpolate(x, scale_factor=2, mode="bilinear").std(), [x])
     rows = torch.randn(7, 2, 4, 4)
     divided = over(graph, [grad.value], [x], 2)
-    assert [node.op for node in divided.gathered] == ["aten.std.correction"]
+    assert not divided.gathered
     found, expected = Taken(divided)([rows]), tfnb.Session(graph).run([grad], {x: rows})
     torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-13)
 
