@@ -51,11 +51,12 @@ class LocalSGD:
     """Tasks that train on copies of their own, and average these after ``every`` steps.
 
     A step is a batch of ``fit``, as in mode ``"sync"``: the tasks divide its rows, but each applies the gradient of its
-    own rows to its own copy of the Variables and optimizer slots. After ``every`` steps, and at the end of the data,
-    the tasks meet: each Variable that the step writes becomes the mean over the tasks, weighted by the rows that each
-    has computed since the last meeting; of a Variable of whole numbers all get that of the first task. So a step sends
-    1 / ``every`` of the bytes of ``"allreduce"``, and no step waits for the slowest task. ``every=1`` with plain SGD
-    and a loss that is a mean over rows is ``"sync"``.
+    own rows to its own copy of the Variables and optimizer slots. After ``every`` steps, at the end of the data, and
+    where a training stands still between two passes (for validation data), the tasks meet: each Variable that the step
+    writes becomes the mean over the tasks, weighted by the rows that each has computed since the last meeting; of a
+    Variable of whole numbers all get that of the first task. So a step sends a fraction of the bytes of
+    ``"allreduce"``, and no step waits for the slowest task. ``every=1`` with plain SGD and a loss that is a mean over
+    rows is ``"sync"``.
 
     A task that is lost costs the steps since the last meeting: they are dropped, and taken again by the tasks that are
     left, so that each row counts once. Checkpoints, callbacks and other readers see the values of meetings.
