@@ -226,8 +226,10 @@ class QueueHomes:
     async def _try_home(self, queue: Queue, machine: RemoteQueue) -> None:
         try:
             await asyncio.wait_for(machine.come_home(queue), CONFIRM)
-        except (TfnbError, TimeoutError):
-            machine.lose(queue)
+        except (TfnbError, TimeoutError) as error:
+            machine.lose(queue, error)
+            if machine.is_lost:
+                self.emptied.append(queue.name)
 
     def end(self) -> None:
         """Nothing is asked any more."""

@@ -331,14 +331,18 @@ class RemoteQueue:
                 return  # with the queue, see `come_home` and `lose`
             attempt.error = _error(about["error"])
             if isinstance(attempt.error, ParameterServerLost):
-                held = f"{attempt.act}: its server is lost, and with it about {self.level.size} {self.level.noun}"
-                attempt.error.message = f"{held}.\n  {attempt.error.message}"
+                attempt.error.message = self._gone(attempt, attempt.error)
             attempt.error.enqueued = attempt.enqueued
             if isinstance(attempt.error, OutOfRange):
                 attempt.error.__cause__ = self.cause
         self.journal.add(self.channel.got, self.channel.ending, attempt, base, tensors)
         attempt.outputs, attempt.is_over = tuple(tensors), True
         attempt.tell()
+
+    def _gone(self, attempt: Attempt, why: BaseException) -> str:
+        """The text for an attempt whose queue is lost with its server."""
+        held = f"{attempt.act}: its server is lost, and with it about {self.level.size} {self.level.noun}"
+        return f"{held}.\n  {getattr(why, 'message', None) or 'it gives no answer'}"
 
     def withdraw(self, attempts: Sequence[Attempt]) -> None:
         """Withdraw attempts that are not over, and wait for the server's confirmation."""
@@ -421,6 +425,7 @@ class RemoteQueue:
                 if act.queue is self and act.attempt is not None
             ]  # fmt: skip
         found, tensors, complete = None, list[torch.Tensor](), False
+        why: BaseException | None = None
         try:
             await self.channel.done("leave", self.key, {}, CONFIRM)
             while found is None or len(tensors) < found.meta["count"]:
@@ -429,12 +434,15 @@ class RemoteQueue:
                 tensors += found.tensors
             self.channel.act("drop", self.key, {})
             complete = True
+        except BaseException as error:
+            why = error
+            raise
         finally:
             if complete and found is not None:
                 self._settle(queue, found.meta["facts"], tensors)
             else:
                 self.stay(queue)
-                self.lose(queue)
+                self.lose(queue, why)
 
     def stay(self, queue: Queue) -> bool:
         """Restore contents and pending attempts from the journal after the loss of the server; False if they are
@@ -453,11 +461,16 @@ class RemoteQueue:
             self._known = known.held, [(attempt, put[n], n in seen.over) for n, attempt in begun.items()]
         return True
 
-    def lose(self, queue: Queue) -> None:
-        """Replace the queue by a local one after the loss of its server: empty unless the contents are known."""
+    def lose(self, queue: Queue, why: BaseException | None = None) -> None:
+        """Replace the queue by a local one after the loss of its server: empty unless the contents are known.
+
+        why: ends the attempts at contents that are not known, which would wait for what nobody puts again.
+        """
         if self.heir is not None:
             return
         held, begun = self._known
+        if held is None and why is not None:
+            self._end_waiting(why)
         for attempt, enqueued, is_over in begun:
             attempt.enqueued, attempt.is_over = enqueued, is_over
             if is_over:
@@ -465,6 +478,15 @@ class RemoteQueue:
                 attempt.tell()
         self.is_lost = held is None
         self._settle(queue, *((None, ()) if held is None else (held.found, held.tensors)))
+
+    def _end_waiting(self, why: BaseException) -> None:
+        """End the attempts that wait at contents that are lost."""
+        for attempt, _ in self._coming or ():
+            if attempt.is_placed and not attempt.is_over:
+                attempt.error = ParameterServerLost(self._gone(attempt, why))
+                attempt.error.enqueued = attempt.enqueued
+                attempt.outputs, attempt.is_over = (), True
+                attempt.tell()
 
     def _settle(self, queue: Queue, holds: Mapping[str, Any] | None, tensors: Sequence[torch.Tensor]) -> None:
         """Replace the queue by a local machine with these contents, and resubmit the pending attempts."""
