@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tests.cluster.conftest import WORKERS, until, workers
+from tests.cluster.conftest import until
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_faults import DROPPED, Interrupter
 from tfnb.errors import InvalidArgument, Unimplemented
@@ -109,13 +109,6 @@ def test_a_task_without_rows_or_without_anything_that_counts_adds_nothing(connec
     torch.testing.assert_close(weight.value(), torch.tensor([-(2 * 3 + 4 * 2) / 5], dtype=torch.float64))
 
 
-@pytest.fixture
-def whole(dask: Any) -> Iterator[None]:
-    """Workers that a test kills are started again."""
-    yield
-    workers(dask, WORKERS)
-
-
 class Each:
     """A callback of each step."""
 
@@ -124,7 +117,7 @@ class Each:
 
 
 @pytest.mark.parametrize("member", ["task", "server"])
-def test_each_step_counts_once_when_a_process_is_killed(connect: Callable[..., Any], whole: None, member: str) -> None:
+def test_each_step_counts_once_when_a_process_is_killed(connect: Callable[..., Any], member: str) -> None:
     counters, cluster, struck = Counters(pause=2), connect(3), list[int]()
 
     def strike(progress: Any) -> None:
