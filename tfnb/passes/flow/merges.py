@@ -85,8 +85,6 @@ def weighted(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.T
     >>> weighted([torch.tensor([[3.0]]), torch.tensor([[3.0], [6.0]])], [2 / 3, 1 / 3]).flatten()
     tensor([2., 1., 2.])
     """
-    if len(values) == 1:
-        return values[0]
     pairs = zip(values, shares, strict=True)
     return torch.cat([value * share if share else torch.zeros_like(value) for value, share in pairs])
 
@@ -96,11 +94,11 @@ def _first(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Ten
 
 
 def _joined(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
-    return values[0] if len(values) == 1 else torch.cat(list(values))
+    return torch.cat(list(values))
 
 
 def _nan(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
-    return values[0] if len(values) == 1 else torch.full_like(values[0], torch.nan, dtype=torch.float32)
+    return torch.full_like(values[0], torch.nan, dtype=torch.float32)
 
 
 def _of(reduce: Callable[[torch.Tensor, int], torch.Tensor]) -> Merge:
@@ -109,7 +107,7 @@ def _of(reduce: Callable[[torch.Tensor, int], torch.Tensor]) -> Merge:
 
 
 class ValueMerge(NamedTuple):
-    """A way: what makes one value of several, by the shares of the parts.
+    """A way: what makes one value of several, two at least, by the shares of the parts.
 
     carried: the op by which a loop over microbatches takes one more; empty where it stacks them, or cannot.
     """
@@ -149,11 +147,13 @@ def number_of(weight: Weight, part: Sequence[torch.Tensor], rows: float) -> floa
 def merged(
     kinds: Sequence[str], weights: Sequence[Weight], parts: Sequence[Sequence[torch.Tensor]], rows: Sequence[float]
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The values of the whole batch, of those of its parts. weights: of each kind.
+    """The values of the whole batch, of those of its parts; one part's are returned as they are. weights: of each kind.
 
     >>> merged(["grad", "weight"], [Weight(1), ROWS], [[torch.tensor(1.0), torch.tensor(3)]] * 2, [1, 1])
     [tensor(1.), tensor(6)]
     """
+    if len(parts) == 1:
+        return list(parts[0][: len(kinds)])
     shares = {
         weight: weight.shares([number_of(weight, part, count) for part, count in zip(parts, rows, strict=True)])
         for weight in set(weights)
