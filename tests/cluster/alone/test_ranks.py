@@ -1,8 +1,10 @@
-"""The machine of all-reduce, alone: whatever happens to ranks, each step counts once. No process, no clock."""
+"""All-reduce, alone: whatever happens to ranks, each step counts once, and no rank is kept waiting by another one."""
 
 from __future__ import annotations
 
+import gc
 import itertools
+import threading
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes.leases import Give, LoopFailure, Offer, PieceProgress, Report, Standstill
 from tfnb.cluster.modes.ranks import Ranks, Save, SaveResult, Stood
 from tfnb.cluster.modes.rounds import Cut
-from tfnb.cluster.tasks.collectives import Bucket
+from tfnb.cluster.tasks.collectives import Bucket, Group, Rendezvous, formed, store
 from tfnb.cluster.wire.messages import Failure
-from tfnb.errors import Unimplemented
+from tfnb.errors import Cancelled, Unimplemented
 from tfnb.graph import Dim, Spec
 
 BAD = Failure("InvalidArgument", "kernel")
@@ -277,3 +279,33 @@ def test_a_bucket_brings_gradients_by_rows_and_what_is_no_gradient_from_the_firs
     ):
         with pytest.raises(Unimplemented, match="sync"):
             Bucket([kind], [spec])
+
+
+def test_a_group_with_an_abandoned_call_is_destroyed_without_waiting_for_the_call():
+    """It may be any thread that drops the last reference, such as an event loop that collects garbage."""
+    held, is_wanted = store("127.0.0.1"), [True]
+    meetings = [Rendezvous("abandoned", "127.0.0.1", held.port, rank, 2) for rank in range(2)]
+    forming = [formed(meeting, "127.0.0.1", None if meeting.rank else held, lambda: is_wanted[0]) for meeting in meetings]
+    groups = [future.result(30) for future in forming]
+    other = groups.pop()  # its connection stays
+    is_wanted[0] = False
+    assert _is_abandoned(groups[0])
+    del forming
+
+    def drop() -> None:
+        groups.clear()
+        gc.collect()
+
+    dropping = threading.Thread(target=drop, daemon=True)
+    dropping.start()
+    dropping.join(30)
+    assert not dropping.is_alive() and other.size == 2
+
+
+def _is_abandoned(group: Group) -> bool:
+    """Whether a sum ended before the other rank came; keeps no reference to the group."""
+    try:
+        group.sum([torch.ones(3)])
+    except Cancelled:
+        return True
+    return False

@@ -2,13 +2,14 @@
 
 One group for each generation: its store listens on the first rank, at a port of its own. Groups are no default group of
 torch, so the user's own use of `torch.distributed` goes on beside them. A call of gloo cannot be cancelled: a waiting
-rank that is stopped abandons the call and the group. Imports no Dask.
+rank that is stopped abandons the call and the group, whose destructor waits for the call. Imports no Dask.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -63,7 +64,12 @@ class Group:
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=here)]
         options._timeout = timedelta(seconds=WAITS)
-        self._group = gloo(dist.PrefixStore(meeting.name, self._store), meeting.rank, meeting.size, options)
+        self._held = [gloo(dist.PrefixStore(meeting.name, self._store), meeting.rank, meeting.size, options)]
+        weakref.finalize(self, _destroy, self._held).atexit = False
+
+    @property
+    def _group(self) -> Any:
+        return self._held[0]
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         """All-reduce each tensor by sum, in place, with the same bits on all ranks."""
@@ -97,6 +103,15 @@ class Group:
             if not work.is_success():
                 raise NotDone(_missed(str(error))) from error
         return True
+
+
+def _destroy(held: list[Any]) -> None:
+    """Drop the only reference to a process group, in a thread of its own.
+
+    The destructor joins the threads of an abandoned call, up to WAITS. In the thread that happens to collect the group,
+    often the event loop of a worker of Dask, it would stop everything else.
+    """
+    threading.Thread(target=held.clear, name="tfnb-ranks-end", daemon=True).start()
 
 
 def _missed(why: str) -> Failure:
