@@ -39,6 +39,7 @@ from tfnb.cluster.notebook.steps_there import Steps, batches
 from tfnb.cluster.notebook.variables_there import VariablesThere, gives_way
 from tfnb.cluster.notebook.waiting import SETTLE, EventLoopWaiter, ensure_no_look
 from tfnb.cluster.recovery import KEPT, NOTEBOOK, BatchReplay, Recovery, RecoveryBudget, logged
+from tfnb.cluster.wire.lossy import AS_THEY_ARE, LossyTransfers
 from tfnb.cluster.wire.transport import ClientLink, parse_address, scheduler_address
 from tfnb.errors import (
     Aborted,
@@ -83,6 +84,7 @@ def connect(
     threads: int | None = None,
     memory: str | int | None = None,
     dashboard: bool = False,
+    lossy: Mapping[str, str | torch.dtype] | None = None,
 ) -> Cluster:
     """Run graphs on a Dask cluster from now on.
 
@@ -98,17 +100,21 @@ def connect(
     a `distributed.Security` for tls:// addresses. insecure: allow a plain address on another machine. timeout in
     seconds for everything; after two seconds it says which workers are up. Of a cluster that is started here, threads:
     of each worker (one); memory: the limit of each worker, bytes or text such as ``"2GB"``; dashboard: Dask's, whose
-    address is in the status. Raises Unavailable naming the address,
+    address is in the status. lossy: floating numbers that cross in 16 bits, by class: ``{"gradients": "bfloat16"}`` of
+    those that tasks send to servers, ``"edges"`` of values that tasks send each other in a step over several of them;
+    ``"bfloat16"``, ``"bfloat16_truncated"`` or ``"float16"``. Values of Variables, integers, sums of ``exact=True`` and
+    checkpoints are never rounded. Raises Unavailable naming the address,
     InvalidArgument, InsecureAddress, VersionMismatch, DeadlineExceeded; nothing is left running then.
     """
     if name is not None:
         raise Unimplemented("connect(name=...): re-attaching to the state of an earlier notebook is not there yet")
     check_timeout(timeout)
+    formats = LossyTransfers.of(lossy)
     end = time.monotonic() + timeout
     wanted = Requirements(ps, workers, {} if resources is None else resources)
     where = find(cluster, wanted, security, insecure, timeout, LocalWorkers(threads, memory, dashboard))
     try:
-        made = Cluster(where, max(0.1, end - time.monotonic()))
+        made = Cluster(where, max(0.1, end - time.monotonic()), formats)
     except BaseException:
         where.close()
         raise
@@ -132,8 +138,8 @@ class Cluster:
 
     batches = staticmethod(batches)
 
-    def __init__(self, where: DaskCluster, timeout: float) -> None:
-        self._where = where
+    def __init__(self, where: DaskCluster, timeout: float, lossy: LossyTransfers = AS_THEY_ARE) -> None:
+        self._where, self._lossy = where, lossy
         self.client = where.client
         self._link = ClientLink(self.client)
         self._adapting = Adapting(self.client)
@@ -161,7 +167,7 @@ class Cluster:
         self._queues = QueueHomes(self._engine, self._link)
         self._variables = VariablesThere(self._engine, self._do, self._queues, self._supervisor.copied)
         about = self.client, self._engine, self._waiting, self._variables, self._queues
-        self._steps = Steps(*about, is_staged=wanted.is_staged)
+        self._steps = Steps(*about, is_staged=wanted.is_staged, lossy=self._lossy)
 
     # -- what is there --------------------------------------------------------------------------------------
 
@@ -221,6 +227,7 @@ class Cluster:
             ("compute tasks", str(len(self.tasks))), ("parameter servers", f"{len(self.servers)}{shards}"),
             ("variables on servers", str(len(self._variables.held))), ("step", str(engine.step)),
             *([("speed", f"{rate:.1f} steps a second")] if (rate := self._overview.rate) else []),
+            *([("lossy", str(self._lossy))] if any(self._lossy) else []),
         )  # fmt: skip
         details = (
             ("local values are of step", str(self.pulled_step)),

@@ -35,8 +35,8 @@ class Add:
     def __init__(self, fail: str = "") -> None:
         self.fail = fail
 
-    def ensure_fit(self, feeds):
-        pass
+    def fitting(self, feeds):
+        return tuple(feeds)
 
     def compute(self, feeds, storages, run_index):
         if self.fail == "compute":

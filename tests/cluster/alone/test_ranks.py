@@ -285,7 +285,9 @@ def test_a_group_with_an_abandoned_call_is_destroyed_without_waiting_for_the_cal
     """It may be any thread that drops the last reference, such as an event loop that collects garbage."""
     held, is_wanted = store("127.0.0.1"), [True]
     meetings = [Rendezvous("abandoned", "127.0.0.1", held.port, rank, 2) for rank in range(2)]
-    forming = [formed(meeting, "127.0.0.1", None if meeting.rank else held, lambda: is_wanted[0]) for meeting in meetings]
+    forming = [
+        formed(meeting, "127.0.0.1", None if meeting.rank else held, lambda: is_wanted[0]) for meeting in meetings
+    ]
     groups = [future.result(30) for future in forming]
     other = groups.pop()  # its connection stays
     is_wanted[0] = False

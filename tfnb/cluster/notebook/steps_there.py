@@ -34,6 +34,7 @@ from tfnb.cluster.notebook.waiting import SETTLE, EventLoopWaiter, begin_look
 from tfnb.cluster.tasks.part_programs import part_plans, task_of
 from tfnb.cluster.tasks.programs import PlacedStep, place
 from tfnb.cluster.wire import envelope
+from tfnb.cluster.wire.lossy import AS_THEY_ARE, LossyTransfers
 from tfnb.cluster.wire.messages import GIVEN_UP
 from tfnb.errors import (
     DeadlineExceeded,
@@ -140,14 +141,14 @@ class PeekedBatches:
 class Steps:
     """Places steps on the tasks and servers, with the Variables that they need, and takes them.
 
-    is_staged: whether each task is the server of its stage of a pipeline.
+    is_staged: whether each task is the server of its stage of a pipeline. lossy: the formats of what crosses.
     """
 
     def __init__(
         self, client: Client, engine: Engine, waiting: EventLoopWaiter, variables: VariablesThere, queues: QueueHomes,
-        *, is_staged: bool = False,
+        *, is_staged: bool = False, lossy: LossyTransfers = AS_THEY_ARE,
     ) -> None:  # fmt: skip
-        self._is_staged = is_staged
+        self._is_staged, self._lossy = is_staged, lossy
         self._client, self._engine, self._waiting = client, engine, waiting
         self._variables, self._queues = variables, queues
         self._placed: OrderedDict[tuple[Any, ...], tuple[weakref.ref[StepGraph], PlacedStep]] = OrderedDict()
@@ -383,7 +384,8 @@ class Steps:
 
     def _over_rows(self, step: StepGraph, check: bool, compile: Compile) -> ExactSteps:
         """The step over the rows of the tasks; warns of the ops that one task does."""
-        over = ExactSteps(step, self._numbers, partial(self.place, parallel=False, check=check, compile=compile))
+        place = partial(self.place, parallel=False, check=check, compile=compile, is_exact=True)
+        over = ExactSteps(step, self._numbers, place)
         if note := over.note:
             warnings.warn(note, stacklevel=user_level(None))
         return over
@@ -469,6 +471,11 @@ class Steps:
             raise InsecureAddress(
                 f"mode={mode.name!r} sums over plain sockets, and this cluster encrypts what it sends: use "
                 "mode='sync', or allow_plain_collectives=True where the network between its workers is trusted"
+            )
+        if mode.has_ranks and self._lossy.gradients:
+            raise Unimplemented(
+                f"mode={mode.name!r} sends no gradients to servers, and the cluster was connected with "
+                f"lossy={{'gradients': {self._lossy.gradients!r}}}: use mode='sync', or connect without it"
             )
         if mode.backup >= tasks > 0:
             raise InvalidArgument(
@@ -627,15 +634,16 @@ class Steps:
 
     def place(
         self, step: StepGraph, *, parallel: bool, check: bool = False, compile: Compile = "off", is_cut: bool = True,
-        staged: Graph | None = None,
+        staged: Graph | None = None, is_exact: bool = False,
     ) -> PlacedStep:  # fmt: skip
         """The plans of a step, with its variables on the servers. is_cut: whether requests for tasks are met.
 
-        staged: the graph of a pipeline whose Variables lie at the tasks of their stages.
+        staged: the graph of a pipeline whose Variables lie at the tasks of their stages. is_exact: whether its tasks
+        sum over all rows in mid-step: these sums cross as they are.
         """
         with self.placing:
             self._variables.drop_gone()
-            key = id(step), parallel, check, compile, is_cut, staged is not None
+            key = id(step), parallel, check, compile, is_cut, staged is not None, is_exact
             strays = self._variables.strays(step)
             known = self._placed.get(key)
             if known is None or known[0]() is not step or strays:
@@ -647,10 +655,14 @@ class Steps:
                 about = weighed(step) if divides else WeighedStep(step)
                 cut = split(about.step, homes, parallel=divides, tasks=tasks, is_staged=is_staged, weigh=about.of)
                 ensure_on_servers(found, cut.placement.places, cut.undivided)
-                placed = place(cut, check=check, compile=compile)
+                gradients = "" if is_staged else self._lossy.gradients  # a stage keeps its own
+                edges = "" if is_exact else self._lossy.edges
+                placed = place(cut, check=check, compile=compile, format=gradients)
                 placed = replace(placed, guards=RowGuards.of(step), joins=joins(about))
                 if len(tasks) > 1:
-                    parts, senders = part_plans(cut, placed.servers, numbers_of(names), check, is_staged=is_staged)
+                    parts, senders = part_plans(
+                        cut, placed.servers, numbers_of(names), check, is_staged=is_staged, format=edges
+                    )
                     placed = replace(placed, parts=parts, senders=senders)
                 known = (weakref.ref(step), placed)
                 self._variables.adopt(strays, homes)

@@ -29,7 +29,7 @@ from tfnb.cluster.server.parts import (
     StagedPart,
     Write,
     averaged,
-    check_feeds,
+    checked,
     same_number,
     spec,
 )
@@ -445,7 +445,7 @@ class Core:
             program = self._program(str(plan))
             if program is None:
                 return Refusal("unknown-plan", str(plan))
-            check_feeds(program, tensors, are_finite=bool(meta.get("finite")))
+            tensors = checked(program, tensors, are_finite=bool(meta.get("finite")))
         return StagedPart(program, keys, float(meta.get("rows", 1)), int(meta.get("run_index", 0)), tensors, since)
 
     # -- shared -----------------------------------------------------------------------------------------------

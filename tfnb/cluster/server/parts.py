@@ -30,8 +30,11 @@ class ServerProgram(Protocol):
     reads: Sequence[str]
     writes: Sequence[str]
 
-    def ensure_fit(self, feeds: Sequence[torch.Tensor]) -> None:
-        """Raise ShapeError for feeds whose dtypes or sizes do not fit the program."""
+    def fitting(self, feeds: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The feeds in the dtypes of the program, also those that crossed the connection in 16 bits by choice.
+
+        Raises ShapeError for feeds whose dtypes or sizes do not fit the program.
+        """
 
     def compute(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run_index: int) -> Any: ...
 
@@ -103,15 +106,18 @@ class PartWriter(Protocol):
 GRADIENTS = ("grad", "rows")  # kinds that must be finite
 
 
-def check_feeds(program: ServerProgram, tensors: Sequence[torch.Tensor], *, are_finite: bool = False) -> None:
-    """Raise for feeds that a program cannot take. are_finite: the sender has checked the gradients."""
+def checked(
+    program: ServerProgram, tensors: Sequence[torch.Tensor], *, are_finite: bool = False
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The feeds of a program; raises for those it cannot take. are_finite: the sender has checked the gradients."""
     same_number(program.kinds, tensors)
-    program.ensure_fit(tensors)
-    for kind, tensor in zip(program.kinds, tensors, strict=True):
+    feeds = program.fitting(tensors)
+    for kind, tensor in zip(program.kinds, feeds, strict=True):
         if kind in GRADIENTS and not are_finite and not is_finite(tensor):
             raise NonFiniteGradient(
                 f"a gradient {spec(tensor)} holds NaN or infinity; the step was dropped on every server"
             )
+    return feeds
 
 
 def averaged(program: ServerProgram, parts: Sequence[StagedPart]) -> list[torch.Tensor]:
@@ -122,7 +128,7 @@ def averaged(program: ServerProgram, parts: Sequence[StagedPart]) -> list[torch.
     feeds = merged(program.kinds, program.weights, tensors, [part.rows for part in parts])
     totals = {weight for weight in program.weights if weight.total is not None}
     if any(not weight.of(number_of(weight, part, 1.0)) for weight in totals for part in tensors):
-        check_feeds(program, feeds)
+        checked(program, feeds)
     return feeds
 
 

@@ -32,6 +32,7 @@ from tfnb.cluster.tasks.programs import (
     plan_of,
     storages_of,
 )
+from tfnb.cluster.wire.lossy import LossyPeers, is_lossy
 from tfnb.errors import NonFinite, TfnbError, VersionMismatch
 from tfnb.execution.dataflow.executor import Meet
 from tfnb.execution.step_code import StepCode
@@ -45,6 +46,7 @@ from tfnb.passes import StepGraph, step_graph
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import ELSEWHERE, Kind, Part
 from tfnb.passes.flow.places import Place
+from tfnb.passes.flow.reasons import StepParts
 from tfnb.passes.flow.step_flow import CutOptions, StepFlow, in_parts, optimized_step
 from tfnb.placement.partition import Split
 from tfnb.placement.placement import Homes
@@ -60,11 +62,18 @@ class SentValue(NamedTuple):
 
 
 def part_plans(
-    split: Split, servers: Mapping[int, Plan], tasks: Sequence[int], check: bool, *, is_staged: bool = False
+    split: Split,
+    servers: Mapping[int, Plan],
+    tasks: Sequence[int],
+    check: bool,
+    *,
+    is_staged: bool = False,
+    format: str = "",
 ) -> tuple[tuple[PartPlan, ...], dict[int, tuple[int, ...]]]:
     """The plans of a step's parts, and by shard the positions of the parts that send to the shard.
 
-    tasks: numbers of the cluster's tasks. is_staged: whether task k holds shard k. Raises InvalidArgument for requests
+    tasks: numbers of the cluster's tasks. is_staged: whether task k holds shard k. format: of values between tasks, see
+    `tfnb.cluster.wire.lossy`. Raises InvalidArgument for requests
     that contradict each other.
     """
     wanted = [value for value in split.fetches if value is not None]
@@ -88,6 +97,7 @@ def part_plans(
     facts = {
         "homes": homes_of(step.graph, split.placement.homes), "count": len(wanted), "check": check, "tasks": [*tasks],
         "places": [None if place is None else place.number for place in places], "edges": digest(found.parts),
+        "format": format,
     }  # fmt: skip
     constants = {id(node.attrs["value"]) for node in step.graph.nodes if node.op == "tfnb.constant"}
     plans = []
@@ -152,6 +162,7 @@ def _push(
         "shard": shard, "plan": servers[shard].id,
         "at": [at[each.value, place] for each in mine], "rows": [each.rows for each in mine],
         "grads": [each.gradient for each in mine], "weights": [],  # of one part that has all rows
+        "formats": servers[shard].meta["formats"],
     }  # fmt: skip
 
 
@@ -211,6 +222,13 @@ class PartProgram(ComputeProgram):
         self._kinds = found.kinds(self.part.parts[0])
         self.lookups, self.tensors, self.queues = [], (), queues_of(graph.nodes)
         self.homes = [tuple(map(piece_of, pieces)) for pieces in keys_of(self.part, meta["homes"])]
+        about = StepParts(graph, found)
+        specs = {
+            edge.number: about.spec(edge.port) for edge in about.edges if edge.kind is Kind.VALUE and meta["format"]
+        }
+        self._lossy = {
+            number: spec.dtype for number, spec in specs.items() if spec is not None and is_lossy(spec.dtype)
+        }
 
     @property
     def tracer(self) -> PlaceTracer:  # type: ignore[override]
@@ -252,6 +270,8 @@ class PartProgram(ComputeProgram):
             value if value is None or value.is_meta else self._fed(at, value)
             for at, value in zip(self.part.feeds, feeds, strict=True)
         ]
+        if self._lossy and (crossing := meet) is not None:
+            meet = lambda put: LossyPeers(crossing(put), self.meta["format"], self._lossy)  # noqa: E731
         out = self._computed(given, storages, run_index, None, None, meet, is_traced=is_traced)[0]
         if self.meta["check"]:
             self._ensure_finite(out, task)

@@ -22,6 +22,7 @@ import torch
 from tfnb.cluster.modes.joins import Join
 from tfnb.cluster.server.parts import GRADIENTS
 from tfnb.cluster.tasks.rows_there import LookedUp, RowRequest
+from tfnb.cluster.wire.lossy import FORMATS, is_lossy, narrowed
 from tfnb.errors import GraphFormatError, InvalidArgument, NonFinite, NonFiniteGradient, ShapeError, TfnbError
 from tfnb.execution import Pending, Program
 from tfnb.execution.dataflow.executor import Meet
@@ -134,13 +135,14 @@ class PlacedStep:
 # -- the notebook's side --------------------------------------------------------------------------------------
 
 
-def place(split: Split, *, check: bool = False, compile: Mode = "off") -> PlacedStep:
+def place(split: Split, *, check: bool = False, compile: Mode = "off", format: str = "") -> PlacedStep:
     """The plans of a split step, without the plans of parts (`tfnb.cluster.tasks.part_programs`).
 
     check: refuse to take or write numbers that are not finite. compile: the tasks' mode of compiling long steps.
+    format: of gradients on their way to servers, see `tfnb.cluster.wire.lossy`.
     """
     homes = split.placement.homes
-    servers = {server.shard: server_plan(server, homes, check) for server in split.servers}
+    servers = {server.shard: server_plan(server, homes, check, format) for server in split.servers}
     wanted = [value for value in split.fetches if value is not None]
     borders = list(dict.fromkeys(b.value for server in split.servers for b in server.borders))
     pushes = [
@@ -149,6 +151,7 @@ def place(split: Split, *, check: bool = False, compile: Mode = "off") -> Placed
             "at": [len(wanted) + borders.index(b.value) for b in s.borders],
             "grads": [b.variable if b.kind in GRADIENTS else None for b in s.borders],
             "rows": [b.rows for b in s.borders], "weights": weights_of(s.borders),
+            "formats": servers[s.shard].meta["formats"],
         }
         for s in split.servers
     ]  # fmt: skip
@@ -205,7 +208,8 @@ def homes_of(graph: Graph, homes: Homes) -> dict[str, Sequence[Piece]]:
     return {label: homes[v.key] for label, v in graph.contents.variables.items()}
 
 
-def server_plan(server: Server, homes: Homes, check: bool) -> Plan:
+def server_plan(server: Server, homes: Homes, check: bool, format: str = "") -> Plan:
+    """The plan of a server. format: of the gradients that it takes; of each feed the plan has one, or none."""
     keys = {
         label: next(piece.key for piece in homes[variable.key] if piece.shard == server.shard)
         for label, variable in server.graph.contents.variables.items()
@@ -213,6 +217,12 @@ def server_plan(server: Server, homes: Homes, check: bool) -> Plan:
     borders = server.borders
     facts = {"kinds": [b.kind for b in borders], "rows": [b.rows for b in borders], "keys": keys, "check": check}
     facts["weights"] = weights_of(borders)
+    by_id = server.graph.contents.by_id
+    dtypes = [by_id[value.node].outputs[value.index].dtype for value in server.feeds]
+    facts["formats"] = [
+        format if border.kind in GRADIENTS and is_lossy(dtype) else ""
+        for border, dtype in zip(borders, dtypes, strict=True)
+    ] if format else []  # fmt: skip
     return plan_of(server.graph, (server.target,), server.feeds, facts)
 
 
@@ -294,6 +304,7 @@ class ShardProgram:
         self._is_checked = bool(meta["check"])
         self.kinds: Sequence[str] = list(meta["kinds"])
         self.weights: Sequence[Weight] = read_weights(meta["weights"])
+        self._formats: Sequence[str] = list(meta["formats"])
         self.reads: Sequence[str] = keys_of(self.program, meta["keys"])
         key_of = dict(zip(self.program.variables, self.reads, strict=True))
         self.writes: Sequence[str] = [key_of[variable] for variable in self.program.writes]
@@ -303,12 +314,22 @@ class ShardProgram:
         sizes = [math.prod(spec.sizes({})) * spec.dtype.itemsize for spec in self.feeds if not spec.symbols]
         self.nbytes = sum(sizes) if len(sizes) == len(self.feeds) else None
 
-    def ensure_fit(self, feeds: Sequence[torch.Tensor]) -> None:
-        """Raise ShapeError for feeds whose dtypes or sizes do not fit the plan: the write would fail half-way."""
+    def fitting(self, feeds: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The feeds, of which those that crossed in a format have the dtypes of the graph again.
+
+        Raises ShapeError for feeds whose dtypes or sizes do not fit the plan: the write would fail half-way.
+        """
+        if self._formats:
+            each = zip(feeds, self._formats, self.feeds, strict=True)
+            feeds = [
+                feed.to(spec.dtype) if format and feed.dtype is FORMATS[format].dtype else feed
+                for feed, format, spec in each
+            ]
         symbols: dict[str, int] = {}
         for place, (feed, wanted) in enumerate(zip(feeds, self.feeds, strict=True)):
             if feed.is_meta or feed.dtype is not wanted.dtype or not wanted.fits(feed.shape, symbols):
                 raise ShapeError(f"part {place} of this push is {Spec.of(feed)}, and its plan takes {wanted}")
+        return tuple(feeds)
 
     def compute(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor], run_index: int) -> Pending:
         """Compute the pending update; writes nothing."""
@@ -473,15 +494,13 @@ class ComputeProgram:
             raise explained(self.program, error, feeds) from error
 
     def _pushes(self, out: Sequence[torch.Tensor | None]) -> list[Push]:
-        """The pushes to shards, from the computed values."""
+        """The pushes to shards, from the computed values. Raises NonFinite for a gradient beyond the range of its
+        format.
+        """
         return [
-            Push(
-                int(to["shard"]), to["plan"],
-                tuple(rows_of(out[i], rows) for i, rows in zip(to["at"], to["rows"], strict=True)), tuple(to["grads"]),
-                tuple(read_weights(to["weights"])),
-            )
+            Push(int(to["shard"]), to["plan"], _pushed(out, to), tuple(to["grads"]), tuple(read_weights(to["weights"])))
             for to in self.meta["pushes"]
-        ]  # fmt: skip
+        ]
 
     def _locate(self, error: NonFiniteGradient, args: Sequence[Any]) -> None:
         """Compute once more, with probes, and say where the gradient became NaN or infinite."""
@@ -547,6 +566,15 @@ class LateProgram:
 
     def _spec(self, value: Value) -> Spec:
         return self.program.whole.contents.by_id[value.node].outputs[value.index]
+
+
+def _pushed(out: Sequence[torch.Tensor | None], to: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The tensors of a push, by its description; gradients are in their format."""
+    tensors = [rows_of(out[i], rows) for i, rows in zip(to["at"], to["rows"], strict=True)]
+    for at, format in enumerate(to["formats"]):
+        if format:
+            tensors[at] = narrowed(tensors[at], format, f"the gradient of {to['grads'][at] or 'a variable'}")
+    return tuple(tensors)
 
 
 def storages_of(

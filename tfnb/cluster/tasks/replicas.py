@@ -246,8 +246,7 @@ class Replica(TrainingLoop):
         of = {push.shard: push for push in pushes}
         found: list[torch.Tensor] = []
         for shard, update in self._updates.items():
-            update.ensure_fit(of[shard].tensors)
-            found += of[shard].tensors
+            found += update.fitting(of[shard].tensors)
         return found
 
     def _update(self, averages: Sequence[torch.Tensor], share: Share, compute: Compute) -> None:
