@@ -22,14 +22,14 @@ TORCH_INDEX ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+NOTEBOOKS := $(wildcard notebooks/*.ipynb notebooks/evaluation/*.ipynb)
 # Tests start hundreds of processes: where no bytecode is kept each of them compiles our modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 # A worker that crashed is not replaced: pytest-xdist 3.8 can wait for ever for the new one.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg --nbval-cell-timeout 240
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos chaos-moments demo docs fuzz test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray notebooks coverage coverage-lines page cuda wheel doctor lab clean
+.PHONY: help chaos chaos-moments demo docs fuzz test test-slow test-all durations lint format type shape bench bench-cluster bench-cuda bench-peers bench-ray evaluate notebooks coverage coverage-lines page cuda wheel doctor lab clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -86,6 +86,10 @@ shape: $(INSTALLED) ## lines, functions and comments of each folder; names, pros
 bench: $(INSTALLED) ## tfnb beside torch, TensorFlow and JAX; BENCH="--quick" or "--rows NAME ..."
 	$(BIN)/python -m tests.benchmarks.compare $(BENCH)
 
+evaluate: $(INSTALLED) ## the figures of the papers in full, beside what runs here: notebooks/evaluation/results.md
+	for each in notebooks/evaluation/*.ipynb; do \
+	  TFNB_EVALUATE=full $(BIN)/python -m jupyter nbconvert --to notebook --execute --inplace $$each || exit 1; done
+
 bench-cluster: $(INSTALLED) ## a step on a cluster beside plain Dask actors doing the same; BENCH="ROUNDS STEPS"
 	$(BIN)/python -m tests.benchmarks.cluster_steps $(BENCH)
 	$(BIN)/python -m tests.benchmarks.cluster_bulk
@@ -110,7 +114,7 @@ bench-ray: ## Ray actors that take the step of bench-cluster, in an environment 
 
 notebooks: $(INSTALLED) ## execute the notebooks, keep their outputs, and draw the pictures of the pages
 	$(BIN)/python -m jupyter nbconvert --to notebook --inplace --execute \
-	  --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False $(NOTEBOOKS)
+	  --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False $(wildcard notebooks/*.ipynb)
 	@$(BIN)/python -m tests.pictures
 
 docs: $(INSTALLED) ## the reference of all public names and magics, from the docstrings, into build/docs

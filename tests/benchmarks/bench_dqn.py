@@ -165,12 +165,13 @@ def by_client(seed: int, options: argparse.Namespace) -> tuple[Agent, Callable[[
         values = place, action, reward, there, won.float()
         fed = [tfnb.placeholder(torch.zeros((), dtype=kind), shape=()) for kind in KINDS.values()]
         learn = agent.learn(rows)
-        renew = agent.renew()
         write = tfnb.group(*agent.remember(slot, *fed))  # last: what is recorded below it would see it
+    with tfnb.record() as other:  # in the recording of `learn` these writes would belong to its step
+        renew = agent.renew()
     make = caller(graph, options)
     acting = make([*values[1:], won], [place, explore, way])
     writing = make(write, [slot, *fed])
-    learning, renewing = make(learn, [rows]), make(renew, [])
+    learning, renewing = make(learn, [rows]), caller(other, options)(renew, [])
     state = {"place": torch.tensor(0), "age": 0}
 
     def run(draws: Draws, start: int, stop: int) -> list[float]:
