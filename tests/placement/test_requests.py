@@ -9,7 +9,7 @@ import tfnb
 from tfnb.errors import InvalidArgument
 from tfnb.graph.device_request import DeviceRequest, parse
 from tfnb.placement.placement import Piece
-from tfnb.placement.requests import shards_asked
+from tfnb.placement.requests import asked, idle_tasks, shards_asked
 from tfnb.placement.shards import pack
 
 
@@ -151,3 +151,21 @@ def test_what_is_asked_for_inside_is_refused_as_it_is_outside(kind, executor):
         y = inside(x, kind)
     with pytest.raises(InvalidArgument, match=r"device specification 'task:99' of node .*: there are"):
         tfnb.Session(y.graph, executor=executor).run(y, {x: torch.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("tasks", "replicas", "told"),
+    [
+        (2, 1, ""),
+        (3, 1, "task:2 has no stage of this pipeline and is idle: 3 tasks, 2 stages"),
+        (5, 1, "task:2, task:3, task:4 have no stage of this pipeline and are idle: 5 tasks, 2 stages; "
+               "replicas=2 gives 4 of them work"),
+        (5, 2, "task:4 has no stage of this pipeline and is idle: 5 tasks, 4 stages"),
+    ],
+)  # fmt: skip
+def test_tasks_without_a_stage_are_told_with_the_replicas_that_would_use_them(tasks, replicas, told):
+    with tfnb.record() as graph:
+        for stage in range(2 * replicas):
+            with tfnb.device(f"task:{stage}"):
+                tfnb.placeholder(torch.ones(2)).sin()
+    assert idle_tasks(asked(graph.nodes), [f"task:{number}" for number in range(tasks)], replicas) == told

@@ -89,9 +89,7 @@ def ensure_stages(found: Sequence[NodeRequest], tasks: Sequence[str], replicas: 
     Or where there are too few for each stage of each of several replicas, which soft requests would drop. tasks: names
     of those there are.
     """
-    asked_for = sorted(
-        {each.request.task for each in found if each.request.job != "ps" and each.request.task is not None}
-    )
+    asked_for = _stages(found)
     if len(asked_for) < 2:
         some = f"all that do ask for task:{asked_for[0]}" if asked_for else "none of its nodes asks for a task"
         raise InvalidArgument(
@@ -108,6 +106,27 @@ def ensure_stages(found: Sequence[NodeRequest], tasks: Sequence[str], replicas: 
             f"replicas={replicas} of {stages} stages take {needed} tasks, one for each stage of each replica, and "
             f"there are {there} ({', '.join(tasks)}): connect({needed}), {remedy}"
         )
+
+
+def _stages(found: Sequence[NodeRequest]) -> list[int]:
+    """The numbers of the tasks that nodes ask for."""
+    return sorted({each.request.task for each in found if each.request.job != "ps" and each.request.task is not None})
+
+
+def idle_tasks(found: Sequence[NodeRequest], tasks: Sequence[str], replicas: int = 1) -> str:
+    """What to say of tasks that have no stage of a pipeline; empty where each one has.
+
+    found: of all its replicas. tasks: names of those there are.
+    """
+    stages, numbers = _stages(found), numbers_of(tasks)
+    idle = [f"task:{number}" for number in sorted(numbers) if number not in stages]
+    if not idle:
+        return ""
+    each = len(stages) // replicas
+    more = len(numbers) // each if each else 0
+    cure = f"; replicas={more} gives {more * each} of them work" if more > replicas else ""
+    have = "have no stage of this pipeline and are" if len(idle) > 1 else "has no stage of this pipeline and is"
+    return f"{', '.join(idle)} {have} idle: {len(numbers)} tasks, {len(stages)} stages{cure}"
 
 
 def ensure_on_servers(

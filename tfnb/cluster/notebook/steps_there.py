@@ -54,7 +54,7 @@ from tfnb.passes import StepGraph
 from tfnb.passes.flow.row_weights import WeighedStep, weighed
 from tfnb.placement.partition import split
 from tfnb.placement.placement import Homes
-from tfnb.placement.requests import asked, ensure_on_servers, ensure_stages, numbers_of, tasks_of
+from tfnb.placement.requests import asked, ensure_on_servers, ensure_stages, idle_tasks, numbers_of, tasks_of
 from tfnb.placement.row_guards import RowGuards
 from tfnb.recording.marks.notes import user_level
 from tfnb.state.batch_order import Rows
@@ -314,7 +314,10 @@ class Steps:
         how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
         end = None if timeout is None else time.monotonic() + timeout
         if how.is_pipeline:
-            ensure_stages(asked(step.graph.nodes), self._names, how.pipelines)
+            stages = asked(step.graph.nodes)
+            ensure_stages(stages, self._names, how.pipelines)
+            if note := idle_tasks(stages, self._names, how.pipelines):
+                warnings.warn(note, stacklevel=user_level(None))
         placed, why = self._placed_for(
             step, how, see, check, compile, one_by_one, step.whole if graph is None else graph
         )
