@@ -158,18 +158,19 @@ def test_sums_of_exact_steps_are_not_rounded(lossy: Callable[..., Cluster]) -> N
     torch.testing.assert_close(weight.value(), expected.detach(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_gradient_that_its_format_cannot_hold_ends_the_step_and_nothing_is_written(
-    lossy: Callable[..., Cluster],
+    lossy: Callable[..., Cluster], mode: str
 ) -> None:
     lossy({"gradients": "float16"})
     weight = tfnb.Variable(torch.ones(2), name="w")
-    with tfnb.record("beyond"):
+    with tfnb.record(f"beyond_{mode}"):
         x = tfnb.placeholder(torch.ones(4, 2), name="x")
         train = tfnb.train.SGD(0.1).minimize((x * weight).sum(1).mean())
     with pytest.raises(NonFinite, match=r"gradient of w.* holds 1e\+05, which float16 cannot hold"):
-        tfnb.fit(train, {x: torch.full((4, 2), 1e5)}, batch_size=4, mode="sync")
+        tfnb.fit(train, {x: torch.full((4, 2), 1e5)}, batch_size=4, mode=mode)
     assert torch.equal(weight.value(), torch.ones(2))
-    tfnb.fit(train, {x: torch.ones(4, 2)}, batch_size=4, mode="sync")
+    tfnb.fit(train, {x: torch.ones(4, 2)}, batch_size=4, mode=mode)
     torch.testing.assert_close(weight.value(), torch.full((2,), 0.9))
 
 

@@ -352,6 +352,7 @@ class Push:
     """A worker's message to one shard: feeds of a server plan.
 
     ``grads``: of each tensor that is a gradient the name of its variable, else None; ``weights``: of each tensor.
+    ``formats``: of each tensor, see `tfnb.cluster.wire.lossy`; empty where all travel as they are.
     """
 
     shard: int
@@ -359,6 +360,17 @@ class Push:
     tensors: tuple[torch.Tensor, ...]
     grads: tuple[str | None, ...] = ()
     weights: tuple[Weight, ...] = ()
+    formats: tuple[str, ...] = ()
+
+    @property
+    def sent(self) -> tuple[torch.Tensor, ...]:
+        """The tensors as they travel. Raises NonFinite for a gradient beyond the range of its format."""
+        if not self.formats:
+            return self.tensors
+        return tuple(
+            narrowed(tensor, format, f"the gradient of {name or 'a variable'}") if format else tensor
+            for tensor, format, name in zip(self.tensors, self.formats, self.grads, strict=True)
+        )
 
     def ensure_finite(self, task: str) -> None:
         """Raise NonFiniteGradient naming the variable, before any server sees anything of the step.
@@ -494,13 +506,15 @@ class ComputeProgram:
             raise explained(self.program, error, feeds) from error
 
     def _pushes(self, out: Sequence[torch.Tensor | None]) -> list[Push]:
-        """The pushes to shards, from the computed values. Raises NonFinite for a gradient beyond the range of its
-        format.
-        """
+        """The pushes to shards, from the computed values."""
         return [
-            Push(int(to["shard"]), to["plan"], _pushed(out, to), tuple(to["grads"]), tuple(read_weights(to["weights"])))
+            Push(
+                int(to["shard"]), to["plan"],
+                tuple(rows_of(out[i], rows) for i, rows in zip(to["at"], to["rows"], strict=True)), tuple(to["grads"]),
+                tuple(read_weights(to["weights"])), tuple(to["formats"]),
+            )
             for to in self.meta["pushes"]
-        ]
+        ]  # fmt: skip
 
     def _locate(self, error: NonFiniteGradient, args: Sequence[Any]) -> None:
         """Compute once more, with probes, and say where the gradient became NaN or infinite."""
@@ -566,15 +580,6 @@ class LateProgram:
 
     def _spec(self, value: Value) -> Spec:
         return self.program.whole.contents.by_id[value.node].outputs[value.index]
-
-
-def _pushed(out: Sequence[torch.Tensor | None], to: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-    """The tensors of a push, by its description; gradients are in their format."""
-    tensors = [rows_of(out[i], rows) for i, rows in zip(to["at"], to["rows"], strict=True)]
-    for at, format in enumerate(to["formats"]):
-        if format:
-            tensors[at] = narrowed(tensors[at], format, f"the gradient of {to['grads'][at] or 'a variable'}")
-    return tuple(tensors)
 
 
 def storages_of(

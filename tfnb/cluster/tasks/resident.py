@@ -523,7 +523,7 @@ class TrainingLoop:
             }  # fmt: skip
             if self._late_program is not None and not about.get("place", 1):
                 meta["shown"] = self._late_program.shown.get(shard, [])
-            asks.append(Ask(shard, method, meta, push.tensors if push else (), op))
+            asks.append(Ask(shard, method, meta, push.sent if push else (), op))
         return asks
 
     def _pull(self, shard: int, **about: Any) -> Ask:

@@ -133,7 +133,7 @@ class StageWindow:
     def _stage(self, push: Push, number: int, run_index: int) -> None:
         """Let the shard compute the write."""
         about = {"round": number, "worker": self._worker, "rows": 1, "run_index": run_index, "plan": push.plan}
-        self._ask(push.shard, "stage", about, push.tensors)
+        self._ask(push.shard, "stage", about, push.sent)
         self._ask(push.shard, "prepare", {**self._round(number), "workers": [self._worker]})
 
     def _agree(self, number: int, peers: Peers, inbox: queue.SimpleQueue[StageWord | BaseException]) -> None:

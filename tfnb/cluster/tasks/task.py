@@ -523,7 +523,7 @@ class ClusterTask:
         about = {
             "round": number, "worker": meta["worker"], "rows": meta.get("rows", 1), "run_index": meta["run_index"],
         }  # fmt: skip
-        asks = [Ask(push.shard, "stage", {**about, "plan": push.plan}, push.tensors) for push in pushes]
+        asks = [Ask(push.shard, "stage", {**about, "plan": push.plan}, push.sent) for push in pushes]
         await self.ask(asks, notes)
 
     def _asking(self, shard: int) -> queues_there.Ask:
