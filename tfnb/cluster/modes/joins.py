@@ -3,8 +3,8 @@
 Rows are put together, along the first axis that varies; what does not depend on the feeds is the first worker's; a
 floating value is averaged by its weight, which is exact for a weighted mean or a sum over rows
 (`tfnb.passes.flow.row_weights`); an integer is summed, as a count over rows is. The greatest and the least of all rows,
-and whether any or all of them are so, are those of the workers' ones; of integers that are no counts, such as a median's or the place of a maximum, NaN says
-that there is no value.
+and whether any or all of them are so, are those of the workers' ones; of integers that are no counts, such as a
+median's or the place of a maximum, NaN says that there is no value.
 """
 
 from __future__ import annotations
