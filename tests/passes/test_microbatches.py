@@ -274,6 +274,7 @@ def test_a_watched_number_that_is_no_mean_over_rows_is_told():
         (lambda x, y: (y > 0).all(), False, ""),
         (lambda x, y: torch.full((), x.shape[0]), 8, ""),
     ],
+    ids=["classes", "greatest label", "distance", "any", "all", "rows"],
 )
 def test_a_watched_count_or_answer_that_is_not_that_of_all_rows_is_told(watched, shown, claim):
     """The number of classes is no sum of those of parts, and so on; whether any row is so is known of the parts."""
