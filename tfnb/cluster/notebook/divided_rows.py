@@ -71,6 +71,12 @@ TASKS = Dividers(
     "tasks", "a task", "mode='sync' without backup tasks sums over all rows in mid-step",
     f"{_OF_TASKS}mode='sync' with exact=True takes the statistics of all rows",
 )  # fmt: skip
+LATER = Dividers(
+    "tasks", "a task",
+    "This batch has feeds of different lengths: tasks divide the longest ones, and each has all of the others. It is "
+    "averaged, as those before; exact=True sums over all rows in mid-step",
+    TASKS.of_norm,
+)  # fmt: skip
 MICROBATCHES = Dividers(
     "microbatches", "a microbatch", "Leave out microbatches",
     "and the running statistics move once for each of them, as where gradients are accumulated by hand. Larger "

@@ -380,6 +380,8 @@ class Steps:
         source, notes, is_mean = self._looked_at(step, placed, count, source, may_sum=may_sum)
         for note in notes:
             warnings.warn(note, stacklevel=user_level(None))
+        if is_mean and count > 1 and not isinstance(source, Ahead):
+            source = self._looked_further(step, placed, count, source)
         return may_sum and not is_mean, source
 
     def _over_rows(self, step: StepGraph, check: bool, compile: Compile) -> ExactSteps:
@@ -443,6 +445,23 @@ class Steps:
             known[key] = seen.is_mean
         notes = seen.notes if seen.is_mean or not may_sum else seen.notes[-1:]  # batch norm is exact then, too
         return source, notes, seen.is_mean
+
+    def _looked_further(
+        self, step: StepGraph, placed: PlacedStep, tasks: int, source: Iterable[StepFeeds | None]
+    ) -> Iterator[StepFeeds | None]:
+        """The batches of a training; warns of one where the mean is none, as its feeds have different lengths.
+
+        A feed that has fewer rows than the longest one is not divided: a first batch of equal lengths tells nothing.
+        """
+        known: set[Any] = step.whole.attached.setdefault("uneven", set())
+        varies, homes = varying(step), placed.placement.homes
+        for batch in source:
+            key = () if batch is None or batch.split == tuple(varies) else (batch.split, step.fetches, tasks)
+            if batch is not None and key and key not in known:
+                known.add(key)
+                for note in divided_rows.look(step, homes, tasks, [batch], divided_rows.LATER).notes:
+                    warnings.warn(note, stacklevel=user_level(None))
+            yield batch
 
     def _numbers(self) -> list[int]:
         """The numbers of the tasks that are there."""
