@@ -74,7 +74,7 @@ TASKS = Dividers(
 LATER = Dividers(
     "tasks", "a task",
     "This batch has feeds of different lengths: tasks divide the longest ones, and each has all of the others. It is "
-    "averaged, as those before; exact=True sums over all rows in mid-step",
+    "averaged, as those before; mode='sync' with exact=True sums over all rows in mid-step",
     TASKS.of_norm,
 )  # fmt: skip
 MICROBATCHES = Dividers(

@@ -323,39 +323,39 @@ def _batch_norm(e: Emission) -> bool:
     if x is None or e.axis("input") != 0 or not training:
         return False
     out, mean_spec = e.node.outputs[:2]
-    wide, of = _wide(out), _wide(mean_spec)
+    wide, stats = _wide(out), _wide(mean_spec)
     dims, flat = _of_channels(e.spec(x))
     count, rows = _count(e.spec(x).shape[at] for at in dims), e.cast(e.rows(x), e.spec(x), wide)
 
     def mean(values: Sequence[Value]) -> tuple[Value, ...]:
-        sums = e.each("aten.sum.dim_IntList", values, spec=of, dim=dims)
-        return e.each("aten.div.Tensor", e.total(sums, of), spec=of, other=count)
+        sums = e.each("aten.sum.dim_IntList", values, spec=stats, dim=dims)
+        return e.each("aten.div.Tensor", e.total(sums, stats), spec=stats, other=count)
 
     def spread(values: Sequence[Value]) -> tuple[Value, ...]:
-        return e.each("aten.reshape.default", values, spec=replace(of, shape=tuple(flat)), shape=flat)
+        return e.each("aten.reshape.default", values, spec=replace(stats, shape=tuple(flat)), shape=flat)
 
     mu = mean(rows)
     away = e.each("aten.sub.Tensor", rows, spread(mu), spec=wide)
     var = mean(e.each("aten.mul.Tensor", away, away, spec=wide))
-    shifted = e.each("aten.add.Tensor", var, spec=of, other=e.argument("eps"))
-    scale = e.each("aten.rsqrt.default", shifted, spec=of)
+    shifted = e.each("aten.add.Tensor", var, spec=stats, other=e.argument("eps"))
+    scale = e.each("aten.rsqrt.default", shifted, spec=stats)
     y = e.each("aten.mul.Tensor", away, spread(scale), spec=wide)
     for op, name in (("aten.mul.Tensor", "weight"), ("aten.add.Tensor", "bias")):
         if (own := e.value(name)) is not None:
-            y = e.each(op, y, spread(e.cast(e.alike(own), e.spec(own), of)), spec=wide)
+            y = e.each(op, y, spread(e.cast(e.alike(own), e.spec(own), stats)), spec=wide)
     e.give("rows", e.cast(y, wide, out), axis=0)
-    e.give("whole", e.cast(mu, of, mean_spec), index=1)
-    e.give("whole", e.cast(scale, of, mean_spec), index=2)
+    e.give("whole", e.cast(mu, stats, mean_spec), index=1)
+    e.give("whole", e.cast(scale, stats, mean_spec), index=2)
     momentum = e.argument("momentum")
     less = Dim(f"({count}) - 1")
-    total = e.each("aten.mul.Tensor", var, spec=of, other=count)
-    unbiased = e.each("aten.div.Tensor", total, spec=of, other=less)
+    total = e.each("aten.mul.Tensor", var, spec=stats, other=count)
+    unbiased = e.each("aten.div.Tensor", total, spec=stats, other=less)
     for index, name, new in ((3, "running_mean", mu), (4, "running_var", unbiased)):
         if index < len(e.node.outputs) and (old := e.value(name)) is not None:
-            kept = e.each("aten.mul.Tensor", e.cast(e.alike(old), e.spec(old), of), spec=of, other=1 - momentum)
-            added = e.each("aten.mul.Tensor", new, spec=of, other=momentum)
-            moved = e.each("aten.add.Tensor", kept, added, spec=of)
-            e.give("whole", e.cast(moved, of, e.node.outputs[index]), index=index)
+            kept = e.each("aten.mul.Tensor", e.cast(e.alike(old), e.spec(old), stats), spec=stats, other=1 - momentum)
+            added = e.each("aten.mul.Tensor", new, spec=stats, other=momentum)
+            moved = e.each("aten.add.Tensor", kept, added, spec=stats)
+            e.give("whole", e.cast(moved, stats, e.node.outputs[index]), index=index)
     return True
 
 
@@ -370,19 +370,19 @@ def _batch_norm_back(e: Emission) -> bool:
     dims, flat = _of_channels(wide)
     saved = e.value("save_mean"), e.value("save_invstd")
     assert saved[0] is not None and saved[1] is not None
-    of = _wide(e.spec(saved[0]))
+    stats = _wide(e.spec(saved[0]))
     count = _count(wide.shape[at] for at in dims)
     rows, given = (e.cast(e.rows(value), e.spec(value), wide) for value in (x, grad))
-    mean, scale = (e.cast(e.alike(value), e.spec(value), of) for value in saved if value is not None)
+    mean, scale = (e.cast(e.alike(value), e.spec(value), stats) for value in saved if value is not None)
 
     def spread(values: Sequence[Value]) -> tuple[Value, ...]:
-        return e.each("aten.reshape.default", values, spec=replace(of, shape=tuple(flat)), shape=flat)
+        return e.each("aten.reshape.default", values, spec=replace(stats, shape=tuple(flat)), shape=flat)
 
     def total(values: Sequence[Value]) -> tuple[Value, ...]:
-        return e.total(e.each("aten.sum.dim_IntList", values, spec=of, dim=dims), of)
+        return e.total(e.each("aten.sum.dim_IntList", values, spec=stats, dim=dims), stats)
 
     def share(values: Sequence[Value]) -> tuple[Value, ...]:
-        return spread(e.each("aten.div.Tensor", values, spec=of, other=count))
+        return spread(e.each("aten.div.Tensor", values, spec=stats, other=count))
 
     away = e.each("aten.sub.Tensor", rows, spread(mean), spec=wide)
     normal = e.each("aten.mul.Tensor", away, spread(scale), spec=wide)
@@ -393,10 +393,10 @@ def _batch_norm_back(e: Emission) -> bool:
     less = e.each("aten.sub.Tensor", less, along, spec=wide)
     factor = scale
     if (weight := e.value("weight")) is not None:
-        factor = e.each("aten.mul.Tensor", factor, e.cast(e.alike(weight), e.spec(weight), of), spec=of)
+        factor = e.each("aten.mul.Tensor", factor, e.cast(e.alike(weight), e.spec(weight), stats), spec=stats)
     e.give("rows", e.cast(e.each("aten.mul.Tensor", less, spread(factor), spec=wide), wide, out), axis=0)
     for index, found in ((1, of_weight), (2, of_bias)):
-        e.give("whole", e.cast(found, of, e.node.outputs[index]), index=index)
+        e.give("whole", e.cast(found, stats, e.node.outputs[index]), index=index)
     return True
 
 

@@ -182,15 +182,13 @@ def _modules_of(value: object) -> list[torch.nn.Module]:
     """A module; or the modules in a short list or dict, among an object's attributes, or enclosed by a function, also
     by one that lies there.
     """
-    found, stack, seen = list[torch.nn.Module](), [value], set[int]()
-    while stack:
-        item = stack.pop()
-        if isinstance(item, torch.nn.Module):
-            found.append(item)
-        elif item is value or isinstance(item, FunctionType | MethodType | partial):
-            stack += [inner for inner in _inside(item) if id(inner) not in seen]
-            seen.update(map(id, stack))
-    return found
+    queue, seen = [value], {id(value)}
+    for item in queue:  # which grows
+        is_open = item is value or isinstance(item, FunctionType | MethodType | partial)
+        if is_open and not isinstance(item, torch.nn.Module):
+            queue += [inner for inner in _inside(item) if id(inner) not in seen]
+            seen.update(map(id, queue))
+    return [item for item in queue if isinstance(item, torch.nn.Module)]
 
 
 def _inside(value: object) -> Iterable[Any]:
