@@ -434,20 +434,11 @@ def test_joins_follow_the_graph():
         x = tfnb.placeholder(torch.ones(4, 2), name="x")
         fetches = [x * 2, x.mean(), (x > 0).sum(), (x > 0).all(), v.read() * 2]
         fetches += [x.amax(), x.long().min(), x.max(0).values, x.max(0).indices, x.long().median(), x.mean(0).max()]
+        fetches += [(x > 0).any(), x.mean() > 0, torch.full((), x.shape[0])]
     step = step_graph(g, [f.value for f in fetches], [x.value])
     assert [how.way for how in joins(WeighedStep(step))] == [
-        0,
-        "mean",
-        "sum",
-        "first",
-        "first",
-        "max",
-        "min",
-        "max",
-        "none",
-        "none",
-        "mean",
-    ]
+        0, "mean", "sum", "min", "first", "max", "min", "max", "none", "none", "mean", "max", "first", "sum",
+    ]  # fmt: skip
     assert join(Join("max"), [[one] for one in (torch.tensor(2), torch.tensor(3))], 0, [1, 1]).item() == 3
     assert join(Join("min"), [[one] for one in (torch.tensor(2.0), torch.tensor(3.0))], 0, [1, 1]).item() == 2
     assert join(Join("none"), [[one] for one in (torch.tensor(2), torch.tensor(3))], 0, [1, 1]).isnan()

@@ -470,3 +470,16 @@ def test_an_update_after_another_one_of_the_same_step_is_named(connect: Callable
     connect(2)
     (note,) = said(both, {z: rows})
     assert "the step writes weight, bias itself, not along a gradient that tasks average" in note
+
+
+def test_a_later_batch_whose_feeds_have_different_lengths_is_looked_at(connect: Callable[..., Any]) -> None:
+    """Each task has all rows of the shorter one, and a sum over them counts twice; a mean does not."""
+    connect(2)
+    for reduce, count in ((torch.sum, 1), (torch.mean, 0)):
+        weight = nn.Parameter(torch.ones(2))
+        with tfnb.record("uneven"):
+            x, z = (tfnb.placeholder(torch.ones(rows, 2), name=name) for rows, name in ((4, "x"), (3, "z")))
+            step = tfnb.train.SGD(0.01).minimize(reduce((x @ weight).square()) + reduce((z @ weight).sin()))
+        feeds = [{x: torch.randn(8, 2), z: torch.randn(rows, 2)} for rows in (8, 5, 8, 5)]
+        notes = said(step, feeds, batch_size=None)
+        assert len(notes) == count and all("feeds of different lengths" in note for note in notes), notes

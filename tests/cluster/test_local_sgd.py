@@ -179,6 +179,31 @@ def test_whole_numbers_are_those_of_the_first_task_and_the_mode_may_change(conne
     until(lambda: any("mode=local every=4" in line for line in cluster.news(0)[1]), 10)
 
 
+def test_a_counter_on_which_tasks_agree_stays_whole(connect: Callable[..., Any]) -> None:
+    """Of parts that are no halves: 4 and 3 rows of 7."""
+    count, weight = tfnb.Variable(torch.zeros(()), name="count"), tfnb.Variable(torch.ones(3))
+    with tfnb.record("whole"):
+        x = tfnb.placeholder(torch.ones(4, 3), name="x")
+        train = tfnb.group(tfnb.train.Adam(0.1).minimize((x * weight).mean()), count.assign_add(torch.ones(())))
+    connect(2)
+    tfnb.fit(train, {x: torch.ones(105, 3)}, batch_size=7, mode=LocalSGD(1), timeout=240)
+    assert count.value() == 15  # in float32 15 * (4 / 7) + 15 * (3 / 7) is not
+
+
+def test_a_dtype_that_tasks_cannot_average_is_refused_by_name_before_the_first_step(
+    connect: Callable[..., Any],
+) -> None:
+    count, weight = tfnb.Variable(torch.zeros((), dtype=torch.int16), name="count"), tfnb.Variable(torch.ones(3))
+    with tfnb.record("short"):
+        x = tfnb.placeholder(torch.ones(4, 3), name="x")
+        step = tfnb.train.SGD(0.1).minimize((x * weight).mean())
+        train = tfnb.group(step, count.assign_add(torch.ones((), dtype=torch.int16)))
+    connect(2)
+    with pytest.raises(Unimplemented, match=r"by gloo, which does not sum count \(torch.int16\)\. Use mode=.sync"):
+        tfnb.fit(train, {x: torch.ones(8, 3)}, batch_size=4, mode=LocalSGD(4), timeout=240)
+    assert torch.equal(weight.value(), torch.ones(3))
+
+
 def test_what_local_steps_do_not_take_is_refused(connect: Callable[..., Any]) -> None:
     weight = tfnb.Variable(torch.ones(3), name="w")
     with tfnb.record("late"):

@@ -85,6 +85,23 @@ def test_large_logits_stay_finite() -> None:
     torch.testing.assert_close(found, F.cross_entropy(x @ w.T, torch.tensor([0, 1]), reduction="none"))
 
 
+def test_a_shard_whose_classes_are_all_masked_adds_nothing() -> None:
+    """Their biases are -inf; a label among them has an infinite loss, as in torch."""
+    biases = BIASES.index_fill(0, torch.tensor([1, 6]), -torch.inf)
+    labels = torch.tensor([0, 3, 10, 7, 6])
+    leaves = [each.clone().requires_grad_() for each in (INPUTS, WEIGHTS)]
+    wanted = F.cross_entropy(leaves[0] @ leaves[1].T + biases, labels, reduction="none")
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(INPUTS, shape=INPUTS.shape)
+        weights = [tfnb.Variable(part) for part in shards_of(WEIGHTS, 5, "mod")]
+        rows = sharded_softmax_loss(weights, shards_of(biases, 5, "mod"), labels, x)
+        gradients = tfnb.gradients(rows[:4].sum(), [x, *weights])
+    found, (dx, *dw) = tfnb.Session(graph).run([rows, gradients], {x: INPUTS})
+    torch.testing.assert_close(found, wanted.detach(), rtol=1e-13, atol=1e-13)
+    derived = torch.autograd.grad(wanted[:4].sum(), leaves)
+    torch.testing.assert_close([dx, *dw], [derived[0], *shards_of(derived[1], 5, "mod")], rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("tasks", [2, 4])
 def test_over_tasks_the_closed_form_of_bytes_crosses(tasks: int) -> None:
     here, there = Head(4, dtype=torch.float32), Head(4, dtype=torch.float32, tasks=tasks)

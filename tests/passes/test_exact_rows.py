@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -219,3 +220,26 @@ def test_what_has_no_rows_is_not_divided() -> None:
         x = tfnb.placeholder(torch.ones(3), name="x", shape=(3,))
         loss = x.sum()
     assert over_rows(step_graph(graph, [loss.value], [x.value]), range(2)) is None
+
+
+@pytest.mark.parametrize("kinds", [(torch.float16,) * 2, (torch.bfloat16,) * 2, (torch.float16, torch.float32)])
+def test_numbers_of_few_bits_are_summed_in_more(kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    """Means whose sums are beyond the largest float16, and batch norm, whose weights may have more bits than rows."""
+    dtype, of_weights = kinds
+    rows = (10 + 3 * torch.randn(8, 2, 4096)).to(dtype)
+    norm = nn.BatchNorm1d(2, dtype=of_weights)
+    twin = copy.deepcopy(norm)
+
+    def step(norm: nn.Module, x: Any) -> list[Any]:
+        out = norm(x)
+        (grad,) = torch.autograd.grad(out.float().tanh().sum(), [norm.weight])
+        return [x.mean(), F.mse_loss(x, torch.zeros_like(x)), out, grad]
+
+    with tfnb.record("narrow") as graph:
+        x = tfnb.placeholder(rows[:4], name="x")
+        values = step(norm, x)
+        done = tfnb.effects()
+    found = Taken(over(graph, [*(value.value for value in values), done.value], [x], 2))([rows])[:4]
+    near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 2 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(found, step(twin, rows), **near)
+    torch.testing.assert_close(norm.state_dict(), twin.state_dict(), **near)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -258,6 +260,36 @@ def test_a_watched_number_that_is_no_mean_over_rows_is_told():
     assert "std is a statistic of all rows, and a microbatch has only its own" in second
 
 
+@pytest.mark.parametrize(
+    ("watched", "shown", "claim"),
+    [
+        (lambda x, y: (torch.bincount(y, minlength=5) > 0).sum(), 8, "no sum over rows. What is shown is the sum of"),
+        (lambda x, y: y.max() + 1, 8, "no sum over rows. What is shown is the sum of"),
+        (
+            lambda x, y: (x - x.mean(0)).abs().amax(),
+            0.5,
+            "no extreme of rows by themselves: its rows are computed with",
+        ),
+        (lambda x, y: (y > 2).any(), True, ""),
+        (lambda x, y: (y > 0).all(), False, ""),
+        (lambda x, y: torch.full((), x.shape[0]), 8, ""),
+    ],
+    ids=["classes", "greatest label", "distance", "any", "all", "rows"],
+)
+def test_a_watched_count_or_answer_that_is_not_that_of_all_rows_is_told(watched, shown, claim):
+    """The number of classes is no sum of those of parts, and so on; whether any row is so is known of the parts."""
+    with tfnb.record():
+        w = nn.Parameter(torch.ones(()))
+        x, y = tfnb.placeholder(torch.ones(2), name="x"), tfnb.placeholder(torch.zeros(2, dtype=torch.long), name="y")
+        train, seen = tfnb.train.SGD(0.01).minimize((x * w).square().mean()), watched(x, y)
+    data = {x: torch.tensor([0.0, 1, 0, 1, 4, 4, 5, 5]), y: torch.arange(8) % 4}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = tfnb.fit(train, data, batch_size=8, shuffle=False, microbatches=2, watch={"seen": seen})
+    assert found.history[0]["seen"] == shown
+    assert [claim in str(each.message) for each in told] == [True] * bool(claim)
+
+
 def test_a_watched_norm_of_averaged_gradients_hides_no_loss_that_is_no_mean():
     with tfnb.record():
         w = nn.Parameter(torch.ones(3))
@@ -340,7 +372,7 @@ def test_fit_accumulates_and_says_which_loss_is_no_mean_over_rows():
         w = nn.Parameter(torch.ones(3))
         x = tfnb.placeholder(torch.ones(2, 3), name="x")
         train = tfnb.train.SGD(0.01).minimize((x * w).square().mean().sqrt())
-    with pytest.warns(UserWarning, match=r"sqrt of a mean.*2 microbatches divide .*[lL]eave out microbatches"):
+    with pytest.warns(UserWarning, match=r"sqrt of a mean.*divided over 2 microbatches.*Leave out microbatches"):
         tfnb.fit(train, {x: torch.randn(8, 3)}, batch_size=8, microbatches=2)
 
 

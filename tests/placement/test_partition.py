@@ -575,3 +575,15 @@ def test_a_buffer_that_counts_rows_is_written_apart_from_gradients() -> None:
     step = tfnb.Session(graph)._prepare(train, (x,)).code.step
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
     assert split(step, homes, parallel=True).placement.apart == ("seen",)
+
+
+def test_gradients_of_complex_parameters_are_averaged():
+    weight = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+    twin = weight.detach().clone().requires_grad_()
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.zeros(2, 3, dtype=torch.complex128), name="x")
+        train = tfnb.train.SGD(0.1).minimize((x @ weight).abs().square().mean())
+    rows = torch.randn(5, 3, dtype=torch.complex128)
+    Parts(g, [train], [x], workers=2).run([rows])
+    (rows @ twin).abs().square().mean().backward()
+    torch.testing.assert_close(weight.detach(), (twin - 0.1 * twin.grad).detach(), rtol=1e-13, atol=1e-13)

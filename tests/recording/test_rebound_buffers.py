@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -529,3 +531,26 @@ def test_a_parameter_that_nothing_recorded_uses_may_be_replaced() -> None:
         model.layer.weight = nn.Parameter(torch.ones(3, 3))
         out = model.layer(x) - model.layer.bias
     torch.testing.assert_close(tfnb.run(out, {x: DATA[0]}), torch.full((3,), 6.0))
+
+
+def enclosing() -> SimpleNamespace:
+    """Functions that write and read buffers of a module that they alone have a name for."""
+    module = Counting()
+
+    def update(x: torch.Tensor) -> torch.Tensor:
+        module.h = module.h + x
+        module.k.mul_(2)
+        return module.h * module.k
+
+    step = partial(lambda inner, x: inner(x) + 1, update)
+    return SimpleNamespace(step=step, state=lambda: (module.h.tolist(), module.k.tolist()))
+
+
+def test_a_module_that_only_functions_enclose_is_known() -> None:
+    program, twin = enclosing(), enclosing()
+    with tfnb.record() as g:
+        x = tfnb.placeholder(DATA[0], shape=(3,))
+        y, done = program.step(x), tfnb.effects()
+    for row in DATA:
+        assert torch.equal(tfnb.Session(g).run([y, done], {x: row})[0], twin.step(row))
+    assert program.state() == twin.state()

@@ -152,10 +152,11 @@ def fit(
     added up weighted by rows, or by what the loss divides by, as the tasks of a cluster with as many of them do it in
     mode ``"sync"``, with the same random numbers; a loss that is a mean or a sum over rows, or over what counts of
     them, trains as with the whole batch, and ``exact`` says whether one that is none is looked for. Watched numbers are
-    weighted likewise, whole numbers are sums, maxima and minima those of all rows. Running statistics of batch norm
-    move once for each microbatch, in order. On a cluster in mode ``"pipeline"`` alone. ``"auto"``, with a
-    ``memory_budget``: the whole step if that keeps the budget, else in packs of layers with as many microbatches as
-    keep it and are predicted quickest; the result tells how many, ``memory``.
+    weighted likewise, whole numbers are sums, maxima and minima, ``any`` and ``all`` those of all rows; one that this
+    does not make right for rows that are looked at is told. Running statistics of batch norm move once for each
+    microbatch, in order. On a cluster in mode ``"pipeline"`` alone. ``"auto"``, with a ``memory_budget``: the whole
+    step if that keeps the budget, else in packs of layers with as many microbatches as keep it and are predicted
+    quickest; the result tells how many, ``memory``.
 
     checkpoint: a folder, its fsspec URL, or a `tfnb.train.Saver`, which says what is kept (without one the newest
     five). Every ``checkpoint_every`` seconds, and where the training ends, is stopped or interrupted, all that

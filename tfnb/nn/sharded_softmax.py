@@ -44,7 +44,8 @@ def sharded_softmax_loss(
         with beside(shard):
             logits = F.linear(inputs, shard, None if offsets is None else offsets.shards[at])
             is_own, row = table.owned(classes, at)
-            sums.append(torch.logsumexp(logits, 1))
+            # the derivative of a logsumexp of -inf alone, as of classes that are masked, is no number
+            sums.append(torch.logsumexp(logits.clamp(min=torch.finfo(logits.dtype).min), 1))
             trues.append(torch.where(is_own, logits.gather(1, row.unsqueeze(1)).squeeze(1), 0.0))
     return torch.logsumexp(torch.stack(sums), 0) - torch.stack(trues).sum(0)
 

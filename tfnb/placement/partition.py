@@ -32,6 +32,7 @@ from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import PRESENT, STRUCTURAL
+from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import nested, uses_queues
 from tfnb.passes import StepGraph
 from tfnb.passes.flow import frames
@@ -427,7 +428,7 @@ class _Cut:
             if derived:
                 return "rows" if value.index == 0 else "entries"
             return "value" if isinstance(spec.shape[0], int) else "entries"  # divided with the batch that was fed
-        return "grad" if (is_gradient or derived) and spec.dtype.is_floating_point else "value"
+        return "grad" if (is_gradient or derived) and flows(spec.dtype) else "value"
 
     def _also(self) -> dict[int, frozenset[Place]]:
         """The servers that repeat a node of the task if their writes need its value, by the node's id.
@@ -539,7 +540,7 @@ class _Cut:
             why = "the step writes nothing, so no server averages it"
         elif node.id in self.state.updated:
             why = "which is one of values behind an update"
-        elif spec.symbols or not spec.dtype.is_floating_point or node.op == "tfnb.slices.default":
+        elif spec.symbols or not flows(spec.dtype) or node.op == "tfnb.slices.default":
             why = "which has rows of its own on each task"
         if why:
             raise Undivided(f"{self._named(end)} depends on the gradient {node.name}, {why}")

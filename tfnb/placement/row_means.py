@@ -34,10 +34,10 @@ class MeansProbe:
     """``graph`` computes ``fetches`` from ``feeds`` and, once they are known, ``drawn``.
 
     The first fetches are what ``borders`` send to servers; those behind them are ``numbers`` of the step's own graph:
-    its losses, what is fetched of it, and the values without an axis of rows that they are made of. ``watched``: those
-    of them that are fetched. ``weights``: of each fetch, with the place of its total. ``reasons``: of numbers that are
-    no weighted means, as the structure of the graph says. ``norms``: batch norms that take the
-    statistics of their rows. ``why_not``: the reason why nothing can be compared.
+    its losses, what is fetched of it, and the real values without an axis of rows that they are made of. ``watched``:
+    those of them that are fetched. ``weights``: of each fetch, with the place of its total. ``reasons``: of numbers
+    that are no weighted means, as the structure of the graph says. ``norms``: batch norms that take the statistics of
+    their rows. ``why_not``: the reason why nothing can be compared.
     """
 
     graph: Graph
@@ -165,17 +165,17 @@ def _numbers(
     hangs: set[Value] = set(fed)
     numbers: list[Value] = []
     for node in contents.nodes:
-        if node.id in above and any(value in hangs for value in node.inputs):
+        if node.id in above and (not rows.isdisjoint(node.symbols) or any(value in hangs for value in node.inputs)):
             values = [node.value(i) for i in range(len(node.outputs))]
             hangs.update(values)
-            numbers += [v for v in values if _is_number(node.outputs[v.index], rows) and not _mixes(node)]
+            numbers += [
+                v for v in values
+                if not _has_rows(spec := node.outputs[v.index], rows) and (flows(spec.dtype) or v in fetched)
+                and not _mixes(node)
+            ]  # fmt: skip
     numbers = [value for value in numbers if weights.values.get(value, ROWS) is not None]
     watched = tuple(value for value in fetched if value in numbers)
     return rows, losses, watched, tuple(numbers)
-
-
-def _is_number(spec: Spec, rows: frozenset[str]) -> bool:
-    return flows(spec.dtype) and not _has_rows(spec, rows)
 
 
 def _has_rows(spec: Spec, rows: frozenset[str]) -> bool:

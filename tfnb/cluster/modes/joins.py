@@ -2,9 +2,9 @@
 
 Rows are put together, along the first axis that varies; what does not depend on the feeds is the first worker's; a
 floating value is averaged by its weight, which is exact for a weighted mean or a sum over rows
-(`tfnb.passes.flow.row_weights`); an integer is summed, as a count over rows is. The greatest and the least of all rows
-are those of the workers' ones; of integers that are no counts, such as a median's or the place of a maximum, NaN says
-that there is no value.
+(`tfnb.passes.flow.row_weights`); an integer is summed, as a count over rows is. The greatest and the least of all rows,
+and whether any or all of them are so, are those of the workers' ones; of integers that are no counts, such as a
+median's or the place of a maximum, NaN says that there is no value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tfnb.graph import Value
+from tfnb.graph import Dim, Value
 from tfnb.passes.flow.merges import MERGES, ROWS, Way, Weight, number_of, way_of
 from tfnb.passes.flow.row_weights import WeighedStep
 
@@ -35,9 +35,11 @@ def joins(weighed: WeighedStep) -> list[Join]:
     """The join of each fetch of a step, also of the totals behind its own."""
     step = weighed.step
     fed = set(step.feeds)
+    shapes = [step.whole.contents.by_id[value.node].outputs[value.index].shape[:1] for value in step.feeds]
+    sizes = {symbol for shape in shapes for size in shape if isinstance(size, Dim) for symbol in size.symbols}
     varying: set[int] = set()
     for node in step.graph.nodes:
-        if any(value in fed or value.node in varying for value in node.inputs):
+        if not sizes.isdisjoint(node.symbols) or any(v in fed or v.node in varying for v in node.inputs):
             varying.add(node.id)
     contents, own = step.whole.contents, len(step.fetches) - len(weighed.totals)
 

@@ -71,6 +71,12 @@ TASKS = Dividers(
     "tasks", "a task", "mode='sync' without backup tasks sums over all rows in mid-step",
     f"{_OF_TASKS}mode='sync' with exact=True takes the statistics of all rows",
 )  # fmt: skip
+LATER = Dividers(
+    "tasks", "a task",
+    "This batch has feeds of different lengths: tasks divide the longest ones, and each has all of the others. It is "
+    "averaged, as those before; mode='sync' with exact=True sums over all rows in mid-step",
+    TASKS.of_norm,
+)  # fmt: skip
 MICROBATCHES = Dividers(
     "microbatches", "a microbatch", "Leave out microbatches",
     "and the running statistics move once for each of them, as where gradients are accumulated by hand. Larger "
@@ -104,7 +110,7 @@ def look(
     """Compare gradients on ``batches``, on more than one if quick. ``count``: the number of those who divide a batch.
     ``room``: the most bytes that this may hold, by default what is free.
     """
-    averaged = [value for value, how in zip(step.fetches, joins(weighed(step)), strict=False) if how.way == "mean"]
+    ways = {value: how.way for value, how in zip(step.fetches, joins(weighed(step)), strict=False)}
     found = probe(step, homes)
     if found is None:
         return Observation()
@@ -115,7 +121,7 @@ def look(
     if found.why_not:
         return Observation(tuple(notes))
     try:
-        watched = [v for v in found.watched if v in averaged]
+        watched = {v: str(ways[v]) for v in found.watched if ways[v] in _SHOWN}
         seen = _Comparing(step, found, count, watched, room, who).first(batches)
     except (DeadlineExceeded, ResourceExhausted, torch.OutOfMemoryError) as error:
         why = error.message if isinstance(error, DeadlineExceeded) else "this process has not the memory for it"
@@ -159,7 +165,7 @@ class _Comparing:
     step: StepGraph
     probe: MeansProbe
     tasks: int
-    watched: Sequence[Value]  # averaged by rows
+    watched: Mapping[Value, str]  # the merge of each
     room: int | None
     who: Dividers
     _end: float = field(init=False)
@@ -200,7 +206,7 @@ class _Comparing:
         size = self._sizes_of(self._grads([whole], [rows]))
         if not size.all:
             return None
-        told: dict[str, None] = {}
+        told: dict[Value, str] = {}
         uneven = [(0, rows // 4), (rows // 4, rows)] if rows >= 4 else []  # halves may be alike by chance
         for division in (divide(rows, self.tasks), uneven):
             try:
@@ -217,8 +223,8 @@ class _Comparing:
                 apart = self._apart(whole, parts, counts, NEAR)
                 reason = self.probe.hidden or self.probe.reason(self.step, apart, self.probe.losses)
                 return Observation((self._words(*worst, len(division), rows, reason),), is_mean=False)
-            told |= dict.fromkeys(self._of_watched(whole, parts, counts))
-        return Observation(tuple(told))
+            told = dict(self._of_watched(whole, parts, counts)) | told
+        return Observation(tuple(told.values()))
 
     def _part(self, batch: StepFeeds, part: tuple[int, int], drawn: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The fetches, of some rows."""
@@ -270,35 +276,40 @@ class _Comparing:
 
     def _of_watched(
         self, whole: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]], rows: Sequence[int]
-    ) -> Iterator[str]:
-        """Notes on watched numbers that are no means over rows."""
+    ) -> Iterator[tuple[Value, str]]:
+        """Watched numbers that are not what is made of those of parts, with notes."""
         if not self.watched:
             return
-        near, apart = self._apart(whole, parts, rows, NEAR), self._apart(whole, parts, rows, APART)
-        for value in self.watched:
-            if value in apart:
-                reason = self.probe.reason(self.step, near, [value])
-                why = "" if reason is None else f": {reason.text.replace('a task', self.who.part)}"
-                node = self.step.whole.contents.by_id[value.node]
-                yield (
-                    f"{node.source or node.name}: {node.name} is fetched or watched, and is no mean over rows{why}. "
-                    f"What is shown is the mean, by rows, of its values for parts of a batch: {self.tasks} "
-                    f"{self.who.parts} divide the rows of each step"
-                )
+        near, apart = self._apart(whole, parts, rows, NEAR), self._apart(whole, parts, rows, APART, self.watched)
+        for value in [value for value in self.watched if value in apart]:
+            reason = self.probe.reason(self.step, near, [value])
+            why = "" if reason is None else f": {reason.text.replace('a task', self.who.part)}"
+            node, (claim, shown) = self.step.whole.contents.by_id[value.node], _SHOWN[self.watched[value]]
+            note = (
+                f"{node.source or node.name}: {node.name} is fetched or watched, and {claim}{why}. What is shown is "
+                f"{shown} of a batch: {self.tasks} {self.who.parts} divide the rows of each step"
+            )
+            yield value, note
 
     def _apart(
-        self, whole: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]], rows: Sequence[int], least: float
-    ) -> set[Value]:
-        """The numbers whose value on the whole batch differs from the mean over its parts."""
+        self, whole: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]], rows: Sequence[int], least: float,
+        ways: Mapping[Value, str] | None = None,
+    ) -> set[Value]:  # fmt: skip
+        """The numbers whose value on the whole batch differs from that merged of its parts: by ``ways``, else the mean,
+        if there is one.
+        """
         apart: set[Value] = set()
         for at, value in enumerate(self.probe.numbers, len(self.probe.borders)):
+            way = (ways or {}).get(value, "mean")
+            if way == "mean" and not flows(whole[at].dtype):
+                continue
             weight = self.probe.weights[at]
             numbers = [number_of(weight, part, count) for part, count in zip(parts, rows, strict=True)]
-            mean = MERGES["mean"].merge([part[at] for part in parts], weight.shares(numbers))
-            one = {"": whole[at]}
-            if not (mean.isfinite().all() or whole[at].isfinite().all()):
+            joined = MERGES[way].merge([part[at] for part in parts], weight.shares(numbers))
+            if not (joined.isfinite().all() or whole[at].isfinite().all()):
                 continue  # both are NaN, for example: rows that say nothing
-            if mean.shape != whole[at].shape or self._sizes_of(one).furthest(one, {"": mean}, least) is not None:
+            one, other = ({"": found if flows(found.dtype) else found.double()} for found in (whole[at], joined))
+            if joined.shape != whole[at].shape or self._sizes_of(one).furthest(one, other, least) is not None:
                 apart.add(value)
         return apart
 
@@ -334,6 +345,14 @@ class _Comparing:
 
 
 _LATE = f"it takes more than {SECONDS:.0f} s"
+_SHOWN = {
+    "mean": ("is no mean over rows", "the mean, by rows, of its values for parts"),
+    "sum": ("is no sum over rows", "the sum of its values for parts"),
+    "max": ("is no extreme of rows by themselves", "the largest of its values for parts"),
+    "min": ("is no extreme of rows by themselves", "the least of its values for parts"),
+    "first": ("depends on all rows", "its value for the first part"),
+}
+"""By the merge of a watched number: what it would have to be, and what is shown of it."""
 
 
 def _by_row(values: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from tfnb.cluster.notebook.exact_steps import ExactSteps
 from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.variables_there import VariablesThere
 from tfnb.cluster.notebook.waiting import SETTLE, EventLoopWaiter, begin_look
+from tfnb.cluster.tasks.collectives import is_summed
 from tfnb.cluster.tasks.part_programs import part_plans, task_of
 from tfnb.cluster.tasks.programs import PlacedStep, place
 from tfnb.cluster.wire import envelope
@@ -326,7 +327,7 @@ class Steps:
         may_sum = exact and not why and placed.writes and not how.is_pipeline and tasks > 1
         over = self._over_rows(step, check, compile) if may_sum else None
         is_stepwise = why or not placed.writes or over is not None
-        names = _ensure_summed(placed, how, is_taken=not is_stepwise)
+        names = _ensure_summed(step, placed, how, is_taken=not is_stepwise)
         if names and not is_stepwise and tasks > 1 and not placed.tasks:
             warnings.warn(_apart(names, how, how.is_joint), stacklevel=user_level(None))
         if self._variables.held.stale or self._queues.lacks_copies:
@@ -383,6 +384,8 @@ class Steps:
         source, notes, is_mean = self._looked_at(step, placed, count, source, may_sum=may_sum)
         for note in notes:
             warnings.warn(note, stacklevel=user_level(None))
+        if is_mean and count > 1 and not isinstance(source, Ahead):
+            source = self._looked_further(step, placed, count, source)
         return may_sum and not is_mean, source
 
     def _over_rows(self, step: StepGraph, check: bool, compile: Compile) -> ExactSteps:
@@ -447,6 +450,23 @@ class Steps:
             known[key] = seen.is_mean
         notes = seen.notes if seen.is_mean or not may_sum else seen.notes[-1:]  # batch norm is exact then, too
         return source, notes, seen.is_mean
+
+    def _looked_further(
+        self, step: StepGraph, placed: PlacedStep, tasks: int, source: Iterable[StepFeeds | None]
+    ) -> Iterator[StepFeeds | None]:
+        """The batches of a training; warns of one where the mean is none, as its feeds have different lengths.
+
+        A feed that has fewer rows than the longest one is not divided: a first batch of equal lengths tells nothing.
+        """
+        known: set[Any] = step.whole.attached.setdefault("uneven", set())
+        varies, homes = varying(step), placed.placement.homes
+        for batch in source:
+            key = () if batch is None or batch.split == tuple(varies) else (batch.split, step.fetches, tasks)
+            if batch is not None and key and key not in known:
+                known.add(key)
+                for note in divided_rows.look(step, homes, tasks, [batch], divided_rows.LATER).notes:
+                    warnings.warn(note, stacklevel=user_level(None))
+            yield batch
 
     def _numbers(self) -> list[int]:
         """The numbers of the tasks that are there."""
@@ -600,7 +620,7 @@ class Steps:
                         f"mode={how}: {_LATE}, and with spare tasks no replica is sure to have these. Use a mode "
                         "without spare tasks, or do not watch it"
                     )
-                _ensure_summed(placed, how, is_taken=True)
+                _ensure_summed(step, placed, how, is_taken=True)
             for group in self._waiting.do("training", patience, training.exchange, offers, pieces.is_spent, drain, how):
                 yield group._replace(values=_picked(placed.fetched, group.values))
 
@@ -698,7 +718,7 @@ class Steps:
         self._variables.pull(self._variables.sent_but_behind())
 
 
-def _ensure_summed(placed: PlacedStep, mode: Mode, *, is_taken: bool) -> tuple[str, ...]:
+def _ensure_summed(step: StepGraph, placed: PlacedStep, mode: Mode, *, is_taken: bool) -> tuple[str, ...]:
     """Names of Variables that several tasks write along no gradient.
 
     Raises Unimplemented for a step that ranks cannot take as servers do, if it ``is_taken`` by all tasks.
@@ -709,8 +729,12 @@ def _ensure_summed(placed: PlacedStep, mode: Mode, *, is_taken: bool) -> tuple[s
     names = [name for plan in placed.compute.meta["pushes"] for name in plan["grads"]]
     kinds = [kind for plan in placed.servers.values() for kind in plan.meta["kinds"]]
     sparse = dict.fromkeys(n or "?" for n, kind in zip(names, kinds, strict=True) if kind in ("rows", "entries"))
+    odd = [variable for variable in step.writes if mode.every and not is_summed(variable.spec.dtype)]
     why = ""
-    if sparse:
+    if odd:
+        shown = ", ".join(f"{variable.name} ({variable.spec.dtype})" for variable in odd)
+        why = f"tasks average all that it writes, by gloo, which does not sum {shown}"
+    elif sparse:
         why = f"the gradients of rows of {', '.join(sparse)} are sparse"
     elif placed.compute.meta["lookups"]:
         why = "rows of a large Variable are looked up on its servers"

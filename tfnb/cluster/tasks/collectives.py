@@ -32,6 +32,15 @@ WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool:
 SUMMED = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 
 
+def is_summed(dtype: torch.dtype) -> bool:
+    """Whether ranks can sum values of a dtype, as they are or as a wider one.
+
+    >>> is_summed(torch.bfloat16), is_summed(torch.int16)
+    (True, False)
+    """
+    return WIDE.get(dtype, dtype) in SUMMED
+
+
 class Rendezvous(NamedTuple):
     """Meeting point of a generation's ranks, with the number of one rank and of all."""
 
@@ -162,7 +171,7 @@ class Bucket:
         places = []
         for kind, spec in zip(kinds, specs, strict=True):
             dtype = wide[0] if kind in ("weight", "any") else WIDE.get(spec.dtype, spec.dtype)
-            if kind not in ("grad", "value", "weight", "any") or spec.symbols or dtype not in SUMMED:
+            if kind not in ("grad", "value", "weight", "any") or spec.symbols or not is_summed(dtype):
                 raise Unimplemented(
                     f"tasks that hold all Variables sum values of a known size, of dtypes that gloo sums; this is "
                     f"{spec}, of kind {kind}: use mode='sync'"

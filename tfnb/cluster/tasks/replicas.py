@@ -348,7 +348,7 @@ class LocalReplica(Replica):
     @property
     def _mean_bucket(self) -> Bucket:
         if self._means is None:
-            specs = [Spec.of(self._values[key]) for key in self._written]
+            specs = [_precise(Spec.of(self._values[key])) for key in self._written]
             kinds = ["grad" if spec.dtype.is_floating_point else "value" for spec in specs]
             self._means = Bucket(kinds, specs)
         return self._means
@@ -357,6 +357,11 @@ class LocalReplica(Replica):
         """Go back to the values of the last meeting."""
         for key, value in zip(self._written, self._met, strict=True):
             self._values[key].copy_(value)
+
+
+def _precise(spec: Spec) -> Spec:
+    """The spec that a value is averaged by: a single float32, such as the step of Adam, stays whole where all agree."""
+    return replace(spec, dtype=torch.float64) if spec.dtype.is_floating_point and not spec.shape else spec
 
 
 def _counted(push: Push) -> Push:

@@ -88,6 +88,11 @@ class Emission:
         division = self.division
         return (division.summed(self.node, summands, spec),) * len(division.tasks)
 
+    def cast(self, values: tuple[Value, ...], old: Spec, new: Spec) -> tuple[Value, ...]:
+        """Values of the dtype of ``old``, in that of ``new``, whose shape they have."""
+        is_same = old.dtype == new.dtype
+        return values if is_same else self.each("aten._to_copy.default", values, spec=new, dtype=new.dtype)
+
     def give(self, form: Form, values: tuple[Value, ...], index: int = 0, axis: int = -1) -> None:
         """The form of an output, and its values."""
         self.division.states[self.node.value(index)] = FormOf(form, values, axis)
@@ -97,6 +102,15 @@ class Emission:
         """The node itself on each task, with other arguments."""
         call = self.call
         return None if call is None else self.division.copies(self.node, call, {**self.node.attrs, **attrs})
+
+
+_PRECISE = (torch.float32, torch.float64)  # numbers of fewer bits are summed in more by one op, and not by several
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def _wide(spec: Spec) -> Spec:
+    """The spec of numbers in which an op of torch sums numbers of a spec."""
+    return replace(spec, dtype=torch.float32) if spec.dtype in _NARROW else spec
 
 
 def _count(sizes: Iterable[int | Dim]) -> Dim:
@@ -141,9 +155,10 @@ def _mean(e: Emission) -> bool:
     if of is None:
         return False
     out = e.node.outputs[0]
-    about = {"dim": of.dims, "keepdim": bool(e.argument("keepdim")), "dtype": out.dtype}
-    sums = e.each("aten.sum.dim_IntList", e.rows(of.value), spec=out, **about)
-    e.give("summands", e.each("aten.div.Tensor", sums, spec=out, other=of.numbers))
+    wide = _wide(out)
+    about = {"dim": of.dims, "keepdim": bool(e.argument("keepdim")), "dtype": wide.dtype}
+    sums = e.each("aten.sum.dim_IntList", e.rows(of.value), spec=wide, **about)
+    e.give("summands", e.cast(e.each("aten.div.Tensor", sums, spec=wide, other=of.numbers), wide, out))
     return True
 
 
@@ -175,9 +190,6 @@ def _shaped(e: Emission, values: tuple[Value, ...], spec: Spec, out: Spec) -> tu
     about = {"self": Ref(0), "shape": list(out.shape)}
     one = e.division.new(f"{e.node.name}/shape", "aten.reshape.default", values[:1], about, out, e.node)
     return (one,) * len(values)
-
-
-_PRECISE = (torch.float32, torch.float64)  # numbers of fewer bits are summed in more by one op, and not by several
 
 
 def _deviation(e: Emission) -> bool:
@@ -229,10 +241,15 @@ def _norm(e: Emission) -> bool:
     return True
 
 
+def _may_overflow(e: Emission) -> bool:
+    """Whether the sum of a task may be beyond the largest number of its dtype, where the mean of all rows is not."""
+    return e.argument("reduction") == 1 and e.node.outputs[0].dtype is torch.float16
+
+
 def _loss(e: Emission) -> bool:
     """A loss with a ``reduction``: of rows, a sum over them, or that by the number of all."""
     call, reduction = e.call, e.argument("reduction")
-    if call is None or not call.is_aligned():
+    if call is None or not call.is_aligned() or _may_overflow(e):
         return False
     rows = tuple(size for size in _broadcast([e.spec(v).shape for v in e.node.inputs]))
     out = e.node.outputs[0]
@@ -269,7 +286,7 @@ def _loss_back(e: Emission) -> bool:
 def _class_loss(e: Emission) -> bool:
     """Cross entropy of rows by their classes: the sum of losses, and the total of weights, of each task."""
     reduction = e.argument("reduction")
-    if e.axis("self") != 0 or e.axis("target") != 0:
+    if e.axis("self") != 0 or e.axis("target") != 0 or _may_overflow(e):
         return False
     copies = e.copies(reduction=min(reduction, 1) * 2)
     if copies is None:
@@ -306,37 +323,39 @@ def _batch_norm(e: Emission) -> bool:
     if x is None or e.axis("input") != 0 or not training:
         return False
     out, mean_spec = e.node.outputs[:2]
+    wide, stats = _wide(out), _wide(mean_spec)
     dims, flat = _of_channels(e.spec(x))
-    count, rows = _count(e.spec(x).shape[at] for at in dims), e.rows(x)
+    count, rows = _count(e.spec(x).shape[at] for at in dims), e.cast(e.rows(x), e.spec(x), wide)
 
     def mean(values: Sequence[Value]) -> tuple[Value, ...]:
-        sums = e.each("aten.sum.dim_IntList", values, spec=mean_spec, dim=dims)
-        return e.each("aten.div.Tensor", e.total(sums, mean_spec), spec=mean_spec, other=count)
+        sums = e.each("aten.sum.dim_IntList", values, spec=stats, dim=dims)
+        return e.each("aten.div.Tensor", e.total(sums, stats), spec=stats, other=count)
 
     def spread(values: Sequence[Value]) -> tuple[Value, ...]:
-        return e.each("aten.reshape.default", values, spec=replace(mean_spec, shape=tuple(flat)), shape=flat)
+        return e.each("aten.reshape.default", values, spec=replace(stats, shape=tuple(flat)), shape=flat)
 
     mu = mean(rows)
-    away = e.each("aten.sub.Tensor", rows, spread(mu), spec=out)
-    var = mean(e.each("aten.mul.Tensor", away, away, spec=out))
-    shifted = e.each("aten.add.Tensor", var, spec=mean_spec, other=e.argument("eps"))
-    scale = e.each("aten.rsqrt.default", shifted, spec=mean_spec)
-    y = e.each("aten.mul.Tensor", away, spread(scale), spec=out)
+    away = e.each("aten.sub.Tensor", rows, spread(mu), spec=wide)
+    var = mean(e.each("aten.mul.Tensor", away, away, spec=wide))
+    shifted = e.each("aten.add.Tensor", var, spec=stats, other=e.argument("eps"))
+    scale = e.each("aten.rsqrt.default", shifted, spec=stats)
+    y = e.each("aten.mul.Tensor", away, spread(scale), spec=wide)
     for op, name in (("aten.mul.Tensor", "weight"), ("aten.add.Tensor", "bias")):
         if (own := e.value(name)) is not None:
-            y = e.each(op, y, spread(e.alike(own)), spec=out)
-    e.give("rows", y, axis=0)
-    e.give("whole", mu, index=1)
-    e.give("whole", scale, index=2)
+            y = e.each(op, y, spread(e.cast(e.alike(own), e.spec(own), stats)), spec=wide)
+    e.give("rows", e.cast(y, wide, out), axis=0)
+    e.give("whole", e.cast(mu, stats, mean_spec), index=1)
+    e.give("whole", e.cast(scale, stats, mean_spec), index=2)
     momentum = e.argument("momentum")
     less = Dim(f"({count}) - 1")
-    total = e.each("aten.mul.Tensor", var, spec=mean_spec, other=count)
-    unbiased = e.each("aten.div.Tensor", total, spec=mean_spec, other=less)
+    total = e.each("aten.mul.Tensor", var, spec=stats, other=count)
+    unbiased = e.each("aten.div.Tensor", total, spec=stats, other=less)
     for index, name, new in ((3, "running_mean", mu), (4, "running_var", unbiased)):
         if index < len(e.node.outputs) and (old := e.value(name)) is not None:
-            kept = e.each("aten.mul.Tensor", e.alike(old), spec=mean_spec, other=1 - momentum)
-            added = e.each("aten.mul.Tensor", new, spec=mean_spec, other=momentum)
-            e.give("whole", e.each("aten.add.Tensor", kept, added, spec=mean_spec), index=index)
+            kept = e.each("aten.mul.Tensor", e.cast(e.alike(old), e.spec(old), stats), spec=stats, other=1 - momentum)
+            added = e.each("aten.mul.Tensor", new, spec=stats, other=momentum)
+            moved = e.each("aten.add.Tensor", kept, added, spec=stats)
+            e.give("whole", e.cast(moved, stats, e.node.outputs[index]), index=index)
     return True
 
 
@@ -347,36 +366,37 @@ def _batch_norm_back(e: Emission) -> bool:
         return False
     if not e.argument("train"):
         return False
-    out, channels = e.node.outputs[0], e.spec(x)
-    dims, flat = _of_channels(channels)
-    mean, scale = e.value("save_mean"), e.value("save_invstd")
-    assert mean is not None and scale is not None
-    spec = e.spec(mean)
-    count = _count(channels.shape[at] for at in dims)
-    rows, given = e.rows(x), e.rows(grad)
+    out, wide = e.node.outputs[0], _wide(e.spec(x))
+    dims, flat = _of_channels(wide)
+    saved = e.value("save_mean"), e.value("save_invstd")
+    assert saved[0] is not None and saved[1] is not None
+    stats = _wide(e.spec(saved[0]))
+    count = _count(wide.shape[at] for at in dims)
+    rows, given = (e.cast(e.rows(value), e.spec(value), wide) for value in (x, grad))
+    mean, scale = (e.cast(e.alike(value), e.spec(value), stats) for value in saved if value is not None)
 
     def spread(values: Sequence[Value]) -> tuple[Value, ...]:
-        return e.each("aten.reshape.default", values, spec=replace(spec, shape=tuple(flat)), shape=flat)
+        return e.each("aten.reshape.default", values, spec=replace(stats, shape=tuple(flat)), shape=flat)
 
     def total(values: Sequence[Value]) -> tuple[Value, ...]:
-        return e.total(e.each("aten.sum.dim_IntList", values, spec=spec, dim=dims), spec)
+        return e.total(e.each("aten.sum.dim_IntList", values, spec=stats, dim=dims), stats)
 
     def share(values: Sequence[Value]) -> tuple[Value, ...]:
-        return spread(e.each("aten.div.Tensor", values, spec=spec, other=count))
+        return spread(e.each("aten.div.Tensor", values, spec=stats, other=count))
 
-    away = e.each("aten.sub.Tensor", rows, spread(e.alike(mean)), spec=channels)
-    normal = e.each("aten.mul.Tensor", away, spread(e.alike(scale)), spec=channels)
-    of_weight = total(e.each("aten.mul.Tensor", given, normal, spec=channels))
+    away = e.each("aten.sub.Tensor", rows, spread(mean), spec=wide)
+    normal = e.each("aten.mul.Tensor", away, spread(scale), spec=wide)
+    of_weight = total(e.each("aten.mul.Tensor", given, normal, spec=wide))
     of_bias = total(given)
-    less = e.each("aten.sub.Tensor", given, share(of_bias), spec=channels)
-    along = e.each("aten.mul.Tensor", normal, share(of_weight), spec=channels)
-    less = e.each("aten.sub.Tensor", less, along, spec=channels)
-    factor = e.alike(scale)
+    less = e.each("aten.sub.Tensor", given, share(of_bias), spec=wide)
+    along = e.each("aten.mul.Tensor", normal, share(of_weight), spec=wide)
+    less = e.each("aten.sub.Tensor", less, along, spec=wide)
+    factor = scale
     if (weight := e.value("weight")) is not None:
-        factor = e.each("aten.mul.Tensor", factor, e.alike(weight), spec=spec)
-    e.give("rows", e.each("aten.mul.Tensor", less, spread(factor), spec=out), axis=0)
-    e.give("whole", of_weight, index=1)
-    e.give("whole", of_bias, index=2)
+        factor = e.each("aten.mul.Tensor", factor, e.cast(e.alike(weight), e.spec(weight), stats), spec=stats)
+    e.give("rows", e.cast(e.each("aten.mul.Tensor", less, spread(factor), spec=wide), wide, out), axis=0)
+    for index, found in ((1, of_weight), (2, of_bias)):
+        e.give("whole", e.cast(found, stats, e.node.outputs[index]), index=index)
     return True
 
 

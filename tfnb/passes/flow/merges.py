@@ -164,7 +164,9 @@ def merged(
     ]
 
 
-EXTREMES: Mapping[str, Way] = {"max": "max", "amax": "max", "min": "min", "amin": "min"}
+EXTREMES: Mapping[str, Way] = {
+    "max": "max", "amax": "max", "any": "max", "min": "min", "amin": "min", "all": "min"
+}  # fmt: skip
 NO_COUNTS = {
     "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "nanmedian", "mode", "kthvalue", "prod",
 }  # fmt: skip
@@ -178,10 +180,12 @@ def begin(way: str, dtype: torch.dtype) -> float | int:
     (0, -0.0, -inf)
     """
     if way in ("max", "min"):
-        least, greatest = (
-            (-torch.inf, torch.inf) if dtype.is_floating_point else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-        )
-        return least if way == "max" else greatest
+        bounds: tuple[float | int, float | int] = (-torch.inf, torch.inf)
+        if dtype is torch.bool:
+            bounds = False, True
+        elif not dtype.is_floating_point:
+            bounds = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        return bounds[way == "min"]
     return -0.0 if flows(dtype) else 0
 
 

@@ -11,8 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
-from types import ModuleType
+from functools import lru_cache, partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -179,13 +179,40 @@ def modules_of(names: Mapping[str, Any]) -> list[torch.nn.Module]:
 
 
 def _modules_of(value: object) -> list[torch.nn.Module]:
-    """A module; or the modules in a short list or dict, or among an object's attributes."""
-    if isinstance(value, torch.nn.Module):
-        return [value]
-    if isinstance(value, list | tuple):
-        found: Iterable[Any] = value if len(value) < _SHORT else ()
-    elif isinstance(value, dict | type | ModuleType):
-        found = list(value.values()) if isinstance(value, dict) and len(value) < _SHORT else ()
-    else:
-        found = list(getattr(value, "__dict__", {}).values())
-    return [item for item in found if isinstance(item, torch.nn.Module)]
+    """A module; or the modules in a short list or dict, among an object's attributes, or enclosed by a function, also
+    by one that lies there.
+    """
+    queue, seen = [value], {id(value)}
+    for item in queue:  # which grows
+        is_open = item is value or isinstance(item, FunctionType | MethodType | partial)
+        if is_open and not isinstance(item, torch.nn.Module):
+            queue += [inner for inner in _inside(item) if id(inner) not in seen]
+            seen.update(map(id, queue))
+    return [item for item in queue if isinstance(item, torch.nn.Module)]
+
+
+def _inside(value: object) -> Iterable[Any]:
+    """The objects that a value of the program holds."""
+    match value:
+        case FunctionType():
+            return [cell.cell_contents for cell in value.__closure__ or () if _is_bound(cell)]
+        case MethodType():
+            return [value.__self__, value.__func__]
+        case partial():
+            return [value.func, *value.args, *value.keywords.values()]
+        case list() | tuple():
+            return value if len(value) < _SHORT else ()
+        case dict():
+            return list(value.values()) if len(value) < _SHORT else ()
+        case type() | ModuleType():
+            return ()
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _is_bound(cell: CellType) -> bool:
+    """Whether an enclosed name has a value by now."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
