@@ -261,7 +261,7 @@ class World:
             effects = on(event, now)
             if "t" in first.trainings.courses:
                 latest = first.trainings.courses["t"].latest
-                self.written += [latest] if latest and latest not in self.written else []
+                self.written += [latest] if latest and self.written[-1:] != [latest] else []
             return effects
 
         first.on = seen

@@ -9,13 +9,13 @@ import pytest
 
 from tests.cluster.alone.virtual_cluster import BACK, MODES, kept
 
-SECONDS = 150.0  # of the virtual clock
+SECONDS = 90.0  # of the virtual clock
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_training_keeps_most_of_its_throughput_where_tasks_are_killed(mode: str) -> None:
     share, account = kept(mode, "killed", SECONDS)
-    assert account.faults == 10 and 0.95 <= share < 1.0, f"{share}: {account}"
+    assert account.faults == 6 and 0.95 <= share < 1.0, f"{share}: {account}"
     assert sum(account.shares.values()) == pytest.approx(1.0)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tests.cluster.alone.test_rounds import Worker, World
+from tests.cluster.alone.test_rounds import Worker, World, replayed
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import leases as a
 from tfnb.cluster.modes import rounds as s
@@ -34,9 +34,10 @@ TICK = 0.05  # seconds between two looks at the clock
 
 
 class Kept(NamedTuple):
-    """The steps of a training in so many virtual seconds, and shares of the tasks' time, by what they were spent on."""
+    """The steps of a training, ``rate`` of them a virtual second, and shares of the tasks' time by their use."""
 
     steps: int
+    rate: float
     faults: int
     shares: dict[str, float]
 
@@ -90,6 +91,7 @@ class VirtualCluster:
         self.untold = 0  # faults that the machine has not dealt with
         self.offered = 0
         self.written = 0  # steps
+        self.last = 0.0  # when the last of them was written
 
     # -- what a mode says ---------------------------------------------------------------------------------------------
 
@@ -153,7 +155,12 @@ class VirtualCluster:
         whole = TASKS * self._end
         useful = self.written * self.work
         shares = {"steps": useful, "computed in vain": self.spent.pop("computing", 0.0) - useful, **self.spent}
-        return Kept(self.written, self.faults, {name: seconds / whole for name, seconds in shares.items()})
+        return Kept(
+            self.written,
+            self.written / self.last,
+            self.faults,
+            {name: seconds / whole for name, seconds in shares.items()},
+        )
 
     def _account(self, seconds: float) -> None:
         there = 0
@@ -262,6 +269,8 @@ class VirtualSync(VirtualCluster):
     def _after(self) -> None:
         """Carry on with everything that the last event made possible."""
         world = self.world
+        if len(world.written) > self.written:
+            self.written, self.last = len(world.written), self.now
         if world.cut is not None and not self._is_cutting:
             self._is_cutting = True
             self.at(CUT, self._cut)
@@ -329,7 +338,6 @@ class VirtualSync(VirtualCluster):
         self._is_cutting = False
         self.world.make_cut()
         self._told.clear()
-        self.written = len(self.world.reported)
         self._after()
 
     def ended(self, task: VirtualTask) -> None:
@@ -342,10 +350,10 @@ class VirtualSync(VirtualCluster):
 
     def check(self) -> None:
         world = self.world
-        self.written = len(world.written)
-        assert world.reported == list(range(1, len(world.reported) + 1)), "every step once, in order"
-        assert world.reported[-1] <= len(world.written), "what is told was written"
-        assert world.written == sorted(set(world.written)), "each round once"
+        world.feed(e.Interrupt())
+        world.make_cut()  # all servers are at one round then
+        assert world.reported == list(range(1, self.written + 1)), "every step once, in order"
+        assert {shard: world.value(shard) for shard in SHARDS} == replayed(world), "each part of each round once"
 
 
 class VirtualAsync(VirtualCluster):
@@ -387,6 +395,8 @@ class VirtualAsync(VirtualCluster):
         piece = self._lines[task.number][0]
         done = self._done.get(piece.number, 0)
         operation = piece.operations[done]
+        if operation not in self._applied:
+            self.written, self.last = self.written + 1, self.now
         assert self._applied.setdefault(operation, piece.steps[done]) == piece.steps[done]
         self.by(task, WAY, lambda: self._answered(task, piece))
 
@@ -414,8 +424,7 @@ class VirtualAsync(VirtualCluster):
 
     def check(self) -> None:
         steps = list(self._applied.values())
-        self.written = len(steps)
-        assert len(set(steps)) == len(steps), "each step is applied under one number"
+        assert len(set(steps)) == len(steps) == self.written, "each step is applied under one number"
         assert set(self._reported.values()) <= {1} and self._reported.keys() <= set(steps), "each is told once"
 
 
@@ -431,6 +440,6 @@ def kept(
     mode: str, kinds: str, seconds: float, *, every: float = 15.0, step: float = 0.1, seed: int = 0
 ) -> tuple[float, Kept]:
     """The share of its steps that a training keeps where a task is struck every so many seconds, and the account."""
-    alone = MODES[mode](seed, min(seconds, 60.0), None, (), step).run()
+    alone = MODES[mode](seed, 60.0, None, (), step).run()
     struck = MODES[mode](seed, seconds, every, KINDS[kinds], step).run()
-    return struck.steps / seconds / (alone.steps / min(seconds, 60.0)), struck
+    return struck.rate / alone.rate, struck
