@@ -117,6 +117,12 @@ def test_a_save_from_before_a_cut_counts_where_its_rank_is_lost_in_the_cut():
     assert machine.saved == machine.reported == 1
 
 
+def test_a_rank_joins_at_once_though_a_piece_is_in_progress():
+    machine = ranks(0)
+    play(machine, Offer("abcd"))
+    assert play(machine, e.TaskJoin(1)) == [Cut(4)] and machine.waits == {0}
+
+
 def test_who_looks_while_there_is_no_rank_keeps_one_that_comes_from_beginning():
     machine = ranks(0)
     play(machine, Offer("ab"), e.TaskLoss(0, is_silent=True))
