@@ -1,16 +1,19 @@
 """The faults of a cluster, injected into real processes: what each costs, and whether the promise holds.
 
-`python -m tests.benchmarks.cluster_faults [--times 5] [--rows 1 2 32] [--seconds 60] [--tests]` trains counters on four
-worker processes. For each row of `tests/cluster/FAULTS.md` that has an injection here the fault comes so many times, in
-a training of its own each time, and a line is printed: how often it was injected and survived, the seconds until the
-training went on (the longest pause between two new steps from the fault on: median and worst), the steps that were
-taken again, and whether the promise was kept: each step counts once on each server, or the error is the promised one.
+`python -m tests.benchmarks.cluster_faults [--times 5] [--rows 1 2] [--tests] [--minutes 30] [--seconds 60] [--pairs 4]`
+trains counters on four worker processes. For each row of `tests/cluster/FAULTS.md` that has an injection here the fault
+comes so many times, in a training of its own each time, and a line is printed: how often it was injected and survived,
+the seconds until the training went on (the longest pause between two new steps from the fault on: median and worst),
+the steps that were taken again, and whether the promise was kept: each step counts once on each server, or the error is
+the promised one.
 
 The other rows are those of machines or times that are modelled, or that end the training: their line names their
 tests, and with ``--tests`` runs them and counts those that pass. What cannot be injected here says why.
 
-Then a training of four tasks, alone and with a task killed every 15 seconds, and by turns trainings with and without
-copies, and with a checkpoint every 10 seconds: processors' milliseconds of a step.
+Then trainings of eight tasks for so many minutes of a virtual clock, struck every 15 seconds: the steps that they keep,
+and what the tasks' time was spent on. Then real ones of four tasks for so many seconds, alone and with a task killed
+every 15 seconds; and by turns, in so many pairs, trainings with and without copies and checkpoints: processors'
+milliseconds of a step.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from distributed import Client
 
 import tfnb
 from tests.benchmarks.cluster_copies import ProcessorTimes, Wide
+from tests.cluster.alone import virtual_cluster
 from tests.cluster.chaos.moments import die_at
 from tests.cluster.conftest import WORKERS, stop, worker_processes, workers
 from tests.cluster.far_worker import has_networks
@@ -53,6 +57,7 @@ TESTS = Path(__file__).parents[1]
 FIRST, AFTER = 40, 60  # steps before a fault, and from it on
 LIMIT = 240.0  # seconds that a training may take
 KILL_EVERY, SAVE_EVERY = 15.0, 10.0  # seconds
+STEPS = 0.1, 1.0  # seconds of a step of eight tasks
 MB = 20  # of the Variables whose checkpoints and copies are measured
 
 # -- a training into which a fault comes ------------------------------------------------------------------------------
@@ -212,7 +217,8 @@ def of_another_shape(cluster: Cluster, at: int) -> bool:
 class Row(NamedTuple):
     """A row of the table: a fault into a training (``strike``), or one that ends in an error (``ends``).
 
-    ``options``: of `fit`. ``is_saved``: with checkpoints. A fault that kills a server has come if there was a recovery.
+    ``options``: of `fit`. ``is_saved``: with checkpoints. A fault that kills a server has come if there was a recovery,
+    one that ``tells`` something if a warning said so.
     """
 
     number: int
@@ -221,6 +227,7 @@ class Row(NamedTuple):
     ends: Callable[[Cluster, int], bool] | None = None
     options: dict[str, Any] = {}
     is_saved: bool = False
+    tells: str = ""
 
     @property
     def kills_server(self) -> bool:
@@ -237,7 +244,7 @@ ROWS = [
     Row(3, "server killed inside of a push", lambda s: dies_at(s, "push", s.at % 2 > 0), options={"mode": "async"}),
     Row(3, "server killed inside of a round", lambda s: dies_at(s, "contribute", s.at % 2 > 0)),
     Row(4, "server killed while it saves", dies_while_it_saves, is_saved=True),
-    Row(5, "full disk of the servers", fills_the_disk, is_saved=True),
+    Row(5, "full disk of the servers", fills_the_disk, is_saved=True, tells="File too large"),
     Row(6, "task stopped for 5 s, a spare one", lambda s: for_seconds(s.tasks[0], 5.0), options={"backup": 1}),
     Row(6, "task stopped for 5 s, async", lambda s: for_seconds(s.tasks[0], 5.0), options={"mode": "async"}),
     Row(6, "server stopped for 3 s", lambda s: for_seconds(s.servers[0], 3.0)),
@@ -276,8 +283,11 @@ def injected(dask: Client, row: Row, times: int) -> Times:
     for at in range(times):
         workers(dask, WORKERS)
         before = len(tfnb.recovery_log())
-        with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with (
+            tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()),
+            warnings.catch_warnings(record=True) as said,
+        ):  # fmt: skip
+            warnings.simplefilter("always")
             try:
                 with closing(tfnb.connect(dask, ps=WORKERS - 2, timeout=120)) as cluster:
                     if row.ends is not None:
@@ -294,7 +304,8 @@ def injected(dask: Client, row: Row, times: int) -> Times:
             except TfnbError as error:
                 sys.stderr.write(f"row {row.number}, {row.name}: {type(error).__name__}: {error}\n")
         recoveries = tfnb.recovery_log()[before:]
-        came += bool(recoveries) or not row.kills_server
+        is_told = any(row.tells in str(warning.message) for warning in said) or not row.tells
+        came += is_told and (bool(recoveries) or not row.kills_server)
         redone += sum(recovery.redone for recovery in recoveries)
     return Times(came, kept, survived, seconds, redone)
 
@@ -377,9 +388,22 @@ def kept_share(seconds: float, mode: str) -> str:
     )
 
 
-def costs(seconds: float, pairs: int = 3) -> str:
-    """What copies, and a checkpoint every 10 seconds, cost all processors, as shares of a step."""
-    found = {name: list[float]() for name in ("neither", "copies", "checkpoints")}
+def kept_virtually(minutes: float) -> Iterator[str]:
+    """The shares of their steps that trainings of eight tasks keep, and what the time of the tasks is spent on."""
+    yield (
+        f"{virtual_cluster.TASKS} tasks on a virtual clock, {minutes:g} minutes, a task struck every {KILL_EVERY:g} s; "
+        f"its successor takes part {virtual_cluster.BACK:g} s after a kill"
+    )
+    for kinds in virtual_cluster.KINDS:
+        for mode in virtual_cluster.MODES:
+            for step in STEPS:
+                share, account = virtual_cluster.kept(mode, kinds, 60 * minutes, every=KILL_EVERY, step=step)
+                yield f"{mode}, {kinds}, {step:g} s a step: {share:.1%} kept; {account}"
+
+
+def costs(pairs: int) -> str:
+    """What copies, and a checkpoint every 10 seconds, cost all processors, as shares of the training's own time."""
+    found: dict[str, list[StepCost]] = {name: [] for name in ("neither", "copies", "checkpoints")}
     with (
         worker_processes(3) as dask, tempfile.TemporaryDirectory() as folder,
         closing(tfnb.connect(dask, ps=1, timeout=120)) as cluster,
@@ -388,21 +412,37 @@ def costs(seconds: float, pairs: int = 3) -> str:
         tfnb.run(net.train, {net.x: torch.zeros(2)})
         for turn in range(pairs):
             for name, taken in found.items():
-                saved = {"checkpoint": Path(folder, str(turn)), "checkpoint_every": SAVE_EVERY}
-                taken.append(step_cost(net, times, seconds, name == "copies", saved if name == "checkpoints" else {}))
-    shares = {
-        name: statistics.median((b - a) / a for a, b in zip(found["neither"], found[name], strict=True))
-        for name in ("copies", "checkpoints")
-    }
+                where = Path(folder, str(turn)) if name == "checkpoints" else None
+                taken.append(step_cost(net, times, name == "copies", where))
+    alone, copied, saved = found.values()
+    step = statistics.median(one.step for one in alone)
+    copies = statistics.median(b.step / a.step - 1 for a, b in zip(alone, copied, strict=True))
+    one = statistics.median((b.busy - b.steps * a.step) / b.files for a, b in zip(alone, saved, strict=True))
+    share = one / SAVE_EVERY / statistics.median(each.busy / each.seconds for each in alone)
     return (
-        f"{MB} MB, async: a step takes {statistics.median(found['neither']):.1f} ms of processors; copies add "
-        f"{shares['copies']:.1%}, a checkpoint every {SAVE_EVERY:g} s {shares['checkpoints']:.1%} (of {pairs} pairs)"
+        f"{MB} MB, async: a step takes {step:.1f} ms of processors; copies every 2 s add {copies:.1%}; a checkpoint "
+        f"takes {one:.0f} ms, which every {SAVE_EVERY:g} s is {share:.1%} (of {pairs} pairs)"
     )
 
 
-def step_cost(net: Wide, times: ProcessorTimes, seconds: float, is_on: bool, saved: dict[str, Any]) -> float:
-    """Milliseconds of all processors for a step of a training for so long. is_on: with copies."""
-    end, steps, refresh = time.monotonic() + seconds, list[int](), RecoveryCopies.refresh
+class StepCost(NamedTuple):
+    """A training: its steps and seconds, milliseconds that all processors took, and checkpoints that were written."""
+
+    steps: int
+    seconds: float
+    busy: float
+    files: int
+
+    @property
+    def step(self) -> float:
+        """Milliseconds of all processors for a step."""
+        return self.busy / self.steps
+
+
+def step_cost(net: Wide, times: ProcessorTimes, is_on: bool, folder: Path | None) -> StepCost:
+    """Train for ten seconds. is_on: with copies; folder: of checkpoints, one in the middle and one at the end."""
+    end, steps, refresh = time.monotonic() + SAVE_EVERY, list[int](), RecoveryCopies.refresh
+    saved = {} if folder is None else {"checkpoint": folder, "checkpoint_every": SAVE_EVERY / 2}
 
     def rows() -> Iterator[Any]:
         while time.monotonic() < end:
@@ -411,10 +451,10 @@ def step_cost(net: Wide, times: ProcessorTimes, seconds: float, is_on: bool, sav
     if not is_on:
         RecoveryCopies.refresh = lambda self, every: None  # type: ignore[method-assign]
     try:
-        *busy, _ = times.of(lambda: steps.append(tfnb.fit(net.train, rows(), mode="async", **saved).steps))
+        *busy, wall = times.of(lambda: steps.append(tfnb.fit(net.train, rows(), mode="async", **saved).steps))
     finally:
         RecoveryCopies.refresh = refresh  # type: ignore[method-assign]
-    return sum(busy) / steps[0]
+    return StepCost(steps[0], wall / 1e3, sum(busy), 0 if folder is None else len([*folder.glob("ckpt-*.json")]))
 
 
 if __name__ == "__main__":
@@ -422,13 +462,17 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="*", default=list(range(1, 33)))
+    parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--tests", action="store_true")
     asked = parser.parse_args()
     if asked.rows:
         with worker_processes(WORKERS) as client:
             table(client, asked.times, asked.rows, asked.tests)
-    if asked.seconds:
-        for name in ("async", "sync"):
-            print(kept_share(asked.seconds, name), flush=True)
-        print(costs(asked.seconds / 3), flush=True)
+    for line in kept_virtually(asked.minutes) if asked.minutes else ():
+        print(line, flush=True)
+    for name in ("async", "sync") if asked.seconds else ():
+        print(kept_share(asked.seconds, name), flush=True)
+    if asked.pairs:
+        print(costs(asked.pairs), flush=True)

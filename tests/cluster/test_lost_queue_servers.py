@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 import tfnb
+from tests.cluster.conftest import stop
 from tests.cluster.test_queues_on_servers import _waiting, fifo, until
 from tests.state.test_queues import in_thread
+from tfnb.cluster.wire.messages import GIVEN_UP
 from tfnb.errors import ParameterServerLost
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting", "ignore:.* was lost")
@@ -49,3 +53,62 @@ def test_who_waits_for_a_lost_server_is_told_which_queue_and_server(connect, mon
     assert "dequeue on queue held (" in errors[3] and "tfnb.connect(" in errors[3], errors[3]
     queue.enqueue(5.0)
     assert queue.dequeue() == 5 and full.size() == 0, "they are here again, and empty"
+
+
+def on_server(device: str, *about: Any) -> Any:
+    """A queue that lies on that server."""
+    with tfnb.record(), tfnb.device(device):
+        return fifo(*about)
+
+
+def waiting_on_a_task(connect: Any) -> tuple[Any, threading.Thread, list[Any], Any, Any]:
+    """A cluster of two servers, a step on a task that waits at a queue on the second one, what it ends with, and the
+    servers.
+    """
+    queue = on_server("ps:1", "held")
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor(1.0), name="x")
+        with tfnb.device("/job:worker/task:0"):
+            step = queue.dequeue(sample=torch.tensor(0.0)) + x
+    session = tfnb.Session(graph)
+    cluster = connect(2)
+    thread, found = in_thread(lambda: session.run(step, {x: 1.0}, timeout=150))
+    until(lambda: _waiting(cluster) == 1)
+    return cluster, thread, found, *cluster._engine.shards
+
+
+def told(found: list[Any]) -> bool:
+    """Whether a step ended with the loss of a server, and says at what it had waited."""
+    return isinstance(found[0], ParameterServerLost) and "dequeue on queue held (" in str(found[0])
+
+
+@pytest.mark.slow
+def test_a_step_that_is_taken_back_from_a_server_that_dies_then_is_told_of_the_loss(connect) -> None:
+    """The task learns at once that nobody answers there, and is not taken for one that cannot be stopped."""
+    cluster, thread, found, other, home = waiting_on_a_task(connect)
+    stop(home.info["pid"])
+    os.kill(other.info["pid"], signal.SIGKILL)
+    until(lambda: cluster._engine._stopping)
+    os.kill(home.info["pid"], signal.SIGKILL)
+    thread.join(100)
+    assert told(found), found
+
+
+@pytest.mark.slow
+def test_a_lost_server_is_told_to_who_waits_there_while_another_one_is_silent(connect) -> None:
+    full = on_server("ps:0", "full", 1)
+    cluster, thread, found, other, home = waiting_on_a_task(connect)
+    full.enqueue(1.0)
+    second, failed = in_thread(lambda: full.enqueue(2.0, timeout=150))
+    until(lambda: _waiting(cluster) == 2)
+    stop(other.info["pid"])
+    try:
+        os.kill(home.info["pid"], signal.SIGKILL)
+        thread.join(100)
+        assert told(found), found
+        second.join(100)
+        assert isinstance(failed[0], ParameterServerLost) and "enqueue on queue full" in str(failed[0]), failed
+        (seconds,) = re.findall(r"did not answer for (\d+) s", other.info["poisoned"])
+        assert int(seconds) < GIVEN_UP, "with the other one the cluster is lost, and nobody waits that long"
+    finally:
+        os.kill(other.info["pid"], signal.SIGCONT)

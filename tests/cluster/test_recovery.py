@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import tfnb
-from tests.cluster.conftest import WORKERS, workers
+from tests.cluster.conftest import WORKERS, stop, workers
 from tests.cluster.test_cuts import Counters, set_hold
 from tests.cluster.test_faults import DROPPED, Interrupter
 from tfnb.cluster.members import deploy
@@ -74,6 +74,30 @@ def test_no_step_is_lost_or_counted_twice(connect: Any, options: dict[str, Any],
     assert recovery.redone == recovery.step - recovery.kept >= 0 and "was lost" in recovery.lost
     assert str(recovery) in capsys.readouterr().out
     assert killer.heard[-1][0] == STEPS and len(killer.heard) >= STEPS - recovery.kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_training_goes_on_though_another_server_stands_still_for_long(connect: Any, mode: str) -> None:
+    """Its process is replaced, too: nobody else would be served there."""
+    counters = Counters(pause=2)
+    cluster = connect(2)
+    before = len(tfnb.recovery_log())
+    silent, killed = cluster._engine.servers
+
+    def strike(progress: Any) -> None:
+        if progress.step == 150 and not progress.again:
+            stop(silent.info["pid"])
+            os.kill(killed.info["pid"], signal.SIGKILL)
+
+    try:
+        data = {counters.x: torch.ones(4 * STEPS)}
+        result = tfnb.fit(counters.train, data, batch_size=4, callbacks=[Each(strike)], mode=mode)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(silent.info["pid"], signal.SIGCONT)
+    assert result.steps == STEPS and counters.counts() == [STEPS, STEPS]
+    assert len(tfnb.recovery_log()) - before == 1
 
 
 class Net:

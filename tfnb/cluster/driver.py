@@ -415,10 +415,10 @@ class Cluster:
     def _leave_lost(self) -> None:
         """Nothing of the tasks and servers of the epoch that is over is used any more."""
         engine = self._engine
-        stuck = [m.peer.addr for m in engine.servers if not m.alive and m.reported and m.info.get("nanny")]
-        if stuck:  # Dask lists these workers, and another task there would wait for the same process
-            with suppress(Exception):  # of whatever kind: others take its place
-                self.client.restart_workers(stuck, timeout=REPLACED_WITHIN, raise_for_error=False)
+        with suppress(Exception):  # of whatever kind: others take its place
+            stuck = self._link.wait(self._link.start_aside(engine.stuck), ENDED_WITHIN + SETTLE, "looking who answers")
+            if addrs := [member.peer.addr for member in stuck if member.info.get("nanny")]:
+                self.client.restart_workers(addrs, timeout=REPLACED_WITHIN, raise_for_error=False)
         with suppress(DeadlineExceeded):  # of an event loop that gets too little of its processor: it ends later
             what = "ending what was in progress"
             self._link.wait(self._link.start(engine.abandon, ENDED_WITHIN), ENDED_WITHIN + SETTLE, what)

@@ -119,6 +119,12 @@ def test_a_save_from_before_a_cut_counts_where_its_rank_is_lost_in_the_cut():
     assert machine.saved == machine.reported == 1
 
 
+def test_a_rank_joins_at_once_though_a_piece_is_in_progress():
+    machine = ranks(0)
+    play(machine, Offer("abcd"))
+    assert play(machine, e.TaskJoin(1)) == [Cut(4)] and machine.waits == {0}
+
+
 def test_who_looks_while_there_is_no_rank_keeps_one_that_comes_from_beginning():
     machine = ranks(0)
     play(machine, Offer("ab"), e.TaskLoss(0, is_silent=True))
@@ -205,8 +211,9 @@ class World:
     def tell(self, task):
         """A task tells the steps that it has applied."""
         done = len(self.values.get(task, ())) - self.machine.base
-        for number in sorted({number for number, *_ in self.given.get(task, [])[: max(0, done)]}):
-            self.feed(PieceProgress(task, number, sum(n == number for n, *_ in self.given[task][:done])))
+        applied = [number for number, *_ in self.given.get(task, [])[: max(0, done)]]
+        for number in sorted(set(applied)):  # a cut may begin in between
+            self.feed(PieceProgress(task, number, applied.count(number)))
 
 
 @settings(max_examples=150, deadline=None)

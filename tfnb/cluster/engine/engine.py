@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -38,6 +38,7 @@ from tfnb.cluster.wire import sparse_values
 from tfnb.cluster.wire.envelope import size
 from tfnb.cluster.wire.messages import (
     GIVEN_UP,
+    SILENCE,
     Ask,
     Failure,
     NotDone,
@@ -66,6 +67,8 @@ from tfnb.errors import (
 from tfnb.graph import lazy_memory
 from tfnb.state.manifests import Shard
 from tfnb.state.steps_taken import AppliedSteps
+
+T = TypeVar("T")
 
 PULLS = 5  # tries to have values of one step
 REPLACED_WITHIN = 60.0  # seconds that a nanny has to start a lost task's process again
@@ -468,11 +471,12 @@ class Engine:
         while member.alive and not isinstance(answer, Ok):
             patience = p.patience(member.seconds)
             deadline = time.monotonic() + patience
-            lost = [shard for shard, server in enumerate(self.shards) if not server.alive]
-            about = {**meta(), "lost": lost}  # nobody answers for these
+            about = {**meta(), "lost": (lost := self.peers.lost_shards)}  # nobody answers for these
             call = self.link.call(member.peer, method, about, epoch=self.epoch, deadline=deadline)
             with Looks() as looks:
-                answer = await self.peers.unless_dead(member, call)
+                answer = await self._unless_more_are_lost(lost, self.peers.unless_dead(member, call))
+            if answer is None:  # the task may wait for that server, and learns of its loss from the next call
+                continue
             if isinstance(answer, Refusal) and answer.reason == "stale":
                 answer = Ok(NO_LOOP)
             if isinstance(answer, Ok):
@@ -489,6 +493,16 @@ class Engine:
         if before is not None:
             await asyncio.wait({before})
         return answer if isinstance(answer, Ok) else None
+
+    async def _unless_more_are_lost(self, lost: Sequence[int], call: Coroutine[Any, Any, T]) -> T | None:
+        """The result of a call, or None as soon as other shards than these are lost."""
+        asked = asyncio.ensure_future(call)
+        try:
+            while not asked.done() and self.peers.lost_shards == lost:
+                await asyncio.wait({asked}, timeout=LOOK)
+            return asked.result() if asked.done() else None
+        finally:
+            asked.cancel()
 
     async def _restart(self, member: Member, patience: float) -> None:
         """End a task's process: its nanny starts another, and a task is made there as on any worker that joins."""
@@ -514,6 +528,24 @@ class Engine:
         self.link.confirm(member.peer.addr)
         deadline = time.monotonic() + max(GIVEN_UP - member.silence, p.patience(member.seconds))
         return await self.link.persist(member.peer, "reset", epoch=self.epoch, deadline=deadline)
+
+    async def stuck(self) -> list[Member]:
+        """The servers that are dead, and the members that do not answer, of those whose workers Dask lists.
+
+        After the loss of a server: another task on such a worker would wait for the same process.
+        """
+
+        async def is_stuck(member: Member) -> bool:
+            self.link.confirm(member.peer.addr)
+            until = time.monotonic() + SILENCE
+            answer = await self.link.call(member.peer, "ping", epoch=self.epoch, deadline=until)
+            if isinstance(answer, Ok) or await self.link.refuses(member.peer.addr):  # Dask hears soon of who is gone
+                return member in self.servers and not member.alive
+            return True
+
+        listed = [member for member in dict.fromkeys((*self.servers, *self.places.values())) if member.reported]
+        found = await asyncio.gather(*map(is_stuck, listed))
+        return list(itertools.compress(listed, found))
 
     async def quit(self, member: Member) -> Outcome:
         """Tell a task to end its process."""
@@ -574,7 +606,8 @@ class Engine:
 
         Of several that are asked for all or none, in their order.
 
-        Raises Cancelled where there were more than ``since`` interrupts before there is one.
+        Raises Cancelled where there were more than ``since`` interrupts before there is one, and the error of a cluster
+        that is lost.
         """
         while any(training.is_left for training in self._trainings) and time.monotonic() < deadline:
             self._ensure_wanted(since)
@@ -596,6 +629,8 @@ class Engine:
         return free
 
     def _ensure_wanted(self, since: int) -> None:
+        if self.lost is not None:  # no task comes any more
+            raise self.lost
         if self.interrupts != since:
             raise Cancelled(f"interrupted at step {self.step}", step=self.step)
 

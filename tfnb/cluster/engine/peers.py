@@ -4,9 +4,10 @@ A call to shards is one message for each process, and keeps its identity when it
 may be late itself (`Looks`): what it does not hear then proves nothing about a peer.
 
 A silent member is waited for: until it answers again, until Dask says that it is dead, until its address refuses
-connections, or until it was silent for `GIVEN_UP` seconds. Calls to a silent server go on, under their identities, when
-it answers again. A task is silent, a suspect, after `SILENCE` seconds without an answer: calls to it end, its rows are
-lent to others, and its late contributions are dropped. The supervisor waits for it, and it joins again as a newcomer.
+connections, or until it was silent for `GIVEN_UP` seconds; a server for `SILENCE` seconds once another one is lost, and
+the cluster with it. Calls to a silent server go on, under their identities, when it answers again. A task is silent, a
+suspect, after `SILENCE` seconds without an answer: calls to it end, its rows are lent to others, and its late
+contributions are dropped. The supervisor waits for it, and it joins again as a newcomer.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class ClusterPeers:
 
     tasks: also those that come later. servers: processes, of which one may hold several shards. ``shards``: the server
     of each. report: tells all that is in progress of an event. say: tells the user, in one line. ``silent``: servers
-    that are waited for. ``is_closing``: nobody waits for a silent server any longer than for a task.
+    that are waited for. ``is_closing``: nobody waits for a silent server any longer than for a task, nor does anybody
+    once another server is lost.
     """
 
     def __init__(
@@ -285,9 +287,15 @@ class ClusterPeers:
         self.link.suspect.add(member.peer.addr)
         return False
 
+    @property
+    def lost_shards(self) -> list[int]:
+        """The shards whose servers are dead."""
+        return [shard for shard, server in enumerate(self.shards) if not server.is_there]
+
     def _limit(self, member: Member) -> float:
-        """Seconds of silence after which a member is dead; fewer while closing, but not for a suspect."""
-        return min(SILENCE, GIVEN_UP) if self.is_closing and member.alive else GIVEN_UP
+        """Seconds of silence after which a member is dead; fewer when the cluster ends, but not for a suspect."""
+        is_ending = self.is_closing or any(self.shards[shard] is not member for shard in self.lost_shards)
+        return min(SILENCE, GIVEN_UP) if is_ending and member.alive else GIVEN_UP
 
     def _was_heard(self, member: Member, wait: MemberWait) -> bool:
         """Whether a member has answered another call since the wait began."""
@@ -319,7 +327,7 @@ class ClusterPeers:
         begin = now = time.monotonic()
         pinged: dict[Member, float] = {}
         pings: dict[Member, asyncio.Task[bool]] = {}
-        seen = {member for member in (*self.tasks, *self.servers) if not member.alive}
+        seen = {member for member in self.tasks if not member.alive}  # of a server that was lost before all hear, too
         try:
             while True:
                 await asyncio.sleep(LOOK)

@@ -797,9 +797,8 @@ class Training:
         """Let tasks and servers forget the training."""
         engine, deadline = self.engine, time.monotonic() + p.STOPS_WITHIN
         calls: list[tuple[Member, str, dict[str, Any]]] = []
-        lost = [shard for shard, server in enumerate(engine.shards) if not server.alive]
         for task, loop in self._loops.items():
-            about = {"loop": loop.name, "seen": loop.seen, "lost": lost}
+            about = {"loop": loop.name, "seen": loop.seen, "lost": engine.peers.lost_shards}
             calls.append((engine.tasks[task], "leave", about))
         asks = self._to_all("end_training", clients=self._clients)
         await asyncio.gather(engine.peers.settled_on(asks), engine.unload(self._sent), *(

@@ -119,6 +119,11 @@ class Ranks(Rounds):
             self.waits, self.stood, self.saver = set(self.members), {}, None
         return found
 
+    def _join(self, task: int, follows: int | None, now: float) -> list[Any]:
+        """A rank joins at once: steps that only one rank has applied are lost with that rank."""
+        found = super()._join(task, follows, now)
+        return self._stop(None) if self.state == "open" and not found else found
+
     def _gathered(self, now: float) -> list[Any]:
         """In a cut, once every loop has ended: let the most advanced rank save, or end the cut."""
         if self.waits or self.saver is not None:

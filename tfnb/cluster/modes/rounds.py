@@ -3,7 +3,8 @@
 `Rounds` lends every task the same pieces, two ahead of need; each task computes its share of the rows, and the servers
 commit a round when all shares are there. The notebook acts only where something happens: it lets the servers end every
 round that is not decided (a cut), ends the loops, and begins anew with the tasks that are there, from the step after
-the last one that was written. With spare tasks the first part of each place makes a round, and copies are dropped (see
+the last one that was written. For a task that joins it waits with that until the piece in progress is done, when a cut
+drops least. With spare tasks the first part of each place makes a round, and copies are dropped (see
 `server.courses`): no step waits for the slowest tasks, nor does the report of a step, for which the notebook asks the
 first server. No clock, socket, thread or Dask.
 """
@@ -98,6 +99,7 @@ class Rounds:
     lost: list[int] = field(default_factory=list)  # dead tasks likewise, one of each attempt; as in `places`
     places: dict[int, int] = field(default_factory=dict)  # task -> the first of those that it follows
     is_ended: bool = False
+    is_join_due: bool = False  # a task has joined, and takes part as soon as the piece in progress is done
 
     @property
     def wants(self) -> int:
@@ -174,7 +176,7 @@ class Rounds:
 
     def _begin(self, now: float) -> list[Instruction]:
         """Begin a generation with the present tasks, or wait for tasks."""
-        self.first, self.began = self.next, now
+        self.first, self.began, self.is_join_due = self.next, now, False
         if len(self.tasks) < self.least and self.patience:
             self.until = self.until if self.state == "waiting" else now + self.patience
             self.state = "waiting"
@@ -251,13 +253,18 @@ class Rounds:
             if self.state == "open":
                 self.sizes.took(now - self.began, piece.count)
             self.began = now
+            if self.is_join_due:  # the tasks have just begun the next step: a cut drops least of their work
+                told += self._stop(None)
         return told
 
     def _join(self, task: int, follows: int | None, now: float) -> list[Instruction]:
         self.tasks.append(task)
         if follows is not None:
             self.places[task] = self.places.get(follows, follows)
-        return self._begin(now) if self.state == "waiting" else self._stop(None)
+        if self.state == "waiting":
+            return self._begin(now)
+        self.is_join_due = True
+        return [] if self.out else self._stop(None)
 
     def _lose(self, task: int, is_silent: bool) -> list[Instruction]:
         self.tasks.remove(task)
