@@ -1,0 +1,134 @@
+"""What a task more costs the machines of the notebook and of a server: counts, on the virtual clock, never times."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cluster.alone.virtual import Meter, VirtualTraining, made
+from tfnb.cluster.members.registered import Registration
+from tfnb.cluster.members.registry import ClusterTable
+from tfnb.cluster.wire.messages import Peer
+
+FEW, MANY, STEPS = 16, 64, 4
+
+
+class Lines(Meter):
+    """Counts the lines of Python that machines execute, a loop's lines in each iteration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: Counter[str] = Counter()
+
+    def __call__(self, who: str, call: Any, *args: Any) -> Any:
+        def trace(frame: Any, event: str, arg: Any) -> Any:
+            self.lines[who] += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            return super().__call__(who, call, *args)
+        finally:
+            sys.settrace(before)
+
+
+def slow_first(task: int, step: int) -> float:
+    """The first task takes three times as long as the others, no two of which take equally long."""
+    return (0.1 + 1e-5 * ((7919 * task + 104729 * step) % 1000)) * (1 if task else 3)
+
+
+def counted(mode: str, tasks: int) -> VirtualTraining:
+    training = made(mode, tasks, STEPS, slow_first, meter=Lines())
+    training.run()
+    assert training.known == training.steps
+    return training
+
+
+@pytest.mark.parametrize("mode", ["sync", "backup", "async", "bounded"])
+def test_a_task_more_costs_the_machines_no_more_than_the_ones_before(mode: str) -> None:
+    few, many = counted(mode, FEW), counted(mode, MANY)
+    for who in ("notebook", "server"):
+        each = [training.meter.lines[who] / tasks for training, tasks in ((few, FEW), (many, MANY))]
+        assert each[1] < 1.25 * each[0], f"{who}: lines of Python for each task"
+        calls = [training.meter.calls[who] / tasks for training, tasks in ((few, FEW), (many, MANY))]
+        assert calls[1] < 1.1 * calls[0], f"{who}: messages of each task"
+
+
+@pytest.mark.parametrize("tasks", [FEW, MANY])
+def test_a_step_has_one_request_of_each_task(tasks: int) -> None:
+    training = counted("sync", tasks)
+    assert training.server.requests["contribute"] == STEPS * tasks
+    training = counted("async", tasks)
+    assert training.server.requests["push"] == training.server.requests["pull"] == STEPS * tasks
+
+
+class Lossy(Registration):
+    """An entry whose messages, or answers to them, get lost."""
+
+    def __init__(self, table: ClusterTable, numbers: random.Random) -> None:
+        super().__init__(SimpleNamespace(id="client"))  # type: ignore[arg-type]
+        self.table, self.numbers, self.sent = table, numbers, 0
+
+    async def _ask(self, method: str, **arguments: Any) -> Any:
+        fate = self.numbers.random()
+        if fate < 0.2:
+            raise TimeoutError
+        self.sent += len(arguments.get("tasks", ()))
+        found = getattr(self.table, method)(self.cluster, **arguments)
+        if fate > 0.8:
+            raise TimeoutError
+        return found
+
+
+def member(name: str, incarnation: int) -> Any:
+    return SimpleNamespace(name=name, peer=Peer(f"tcp://{name}", name, incarnation), shards=())
+
+
+def test_a_task_that_joins_is_one_entry_for_the_registry() -> None:
+    table, members = ClusterTable(), []
+    entry = Lossy(table, SimpleNamespace(random=lambda: 0.5))  # type: ignore[arg-type]
+    table.open(entry.cluster, "client")
+
+    async def join() -> None:
+        for number in range(MANY):
+            members.append(member(f"task:{number}", number))
+            await entry.publish(lambda: members)
+
+    asyncio.run(join())
+    assert entry.sent == MANY and table.clusters[entry.cluster]["tasks"].keys() == {m.name for m in members}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_the_registry_has_the_members_whatever_messages_were_lost(seed: int) -> None:
+    numbers, table = random.Random(seed), ClusterTable()
+    entry = Lossy(table, numbers)
+    table.open(entry.cluster, "client")
+    members: dict[str, Any] = {}
+
+    async def live() -> None:
+        for turn in range(12):
+            name = f"task:{numbers.randrange(4)}"
+            if name in members and numbers.random() < 0.5:
+                del members[name]
+            else:
+                members[name] = member(name, turn)
+            entry.copy = {"id": str(turn)}
+            try:
+                await entry.publish(members.values)
+            except TimeoutError:
+                continue
+            found = table.clusters[entry.cluster]
+            assert {n: t[2] for n, t in found["tasks"].items()} == {n: m.peer.incarnation for n, m in members.items()}
+            assert found["copy"] == entry.copy
+
+    asyncio.run(live())
