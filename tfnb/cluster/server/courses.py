@@ -141,7 +141,9 @@ class Course:
 
     def turn(self, number: int) -> OpenRound:
         """A round, opened if necessary."""
-        return self.turns.setdefault(number, OpenRound())
+        if (found := self.turns.get(number)) is None:
+            found = self.turns[number] = OpenRound()
+        return found
 
     def place_for(self, worker: int) -> int:
         """The place of the next round whose part a worker is to compute."""
