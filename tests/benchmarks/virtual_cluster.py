@@ -68,7 +68,7 @@ def replicas(is_quick: bool) -> None:
     times = [round(number, 4) for number in job.times]
     print(f"virtual: {steps} steps after burn-in; {SERVERS} servers of which one is played, with {MODEL / 1e6:.0f} MB "
           f"(assumed) on links of {job.bandwidth / 1e9:g} GB/s;\na gradient takes {times[0]} + {times[1]} "
-          f"exp({times[2]} z) seconds, by which a synchronous step of {REPLICAS} takes {PERCENTILES[1]} s in the median")  # fmt: skip
+          f"exp({times[2]} z) seconds, so that {REPLICAS} take {PERCENTILES[1]} s in the median")  # fmt: skip
     rates: dict[str, dict[int, float]] = {"async": {}, "sync": {}}
     for workers in (25, 50, 100, 200):
         several = Job(steps=max(20, steps // 4))

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.alone.virtual import Meter, VirtualTraining, made
+from tfnb.cluster.members.deploy import AT_ONCE, overlapping
 from tfnb.cluster.members.registered import Registration
 from tfnb.cluster.members.registry import ClusterTable
 from tfnb.cluster.wire.messages import Peer
@@ -69,6 +70,31 @@ def test_a_step_has_one_request_of_each_task(tasks: int) -> None:
     assert training.server.requests["contribute"] == STEPS * tasks
     training = counted("async", tasks)
     assert training.server.requests["push"] == training.server.requests["pull"] == STEPS * tasks
+
+
+def test_a_few_workers_are_greeted_at_a_time_and_the_first_error_ends_the_others() -> None:
+    busy = most = 0
+
+    async def greeting(number: int) -> int:
+        nonlocal busy, most
+        busy, most = busy + 1, max(most, busy + 1)
+        try:
+            await asyncio.sleep(0)
+            if number == MANY:
+                raise ValueError("another version")
+            return number
+        finally:
+            busy -= 1
+
+    assert asyncio.run(overlapping(map(greeting, range(MANY)))) == [*range(MANY)] and most == AT_ONCE < MANY
+
+    async def waiting(number: int) -> int:
+        if number:
+            await asyncio.Event().wait()
+        return await greeting(MANY)
+
+    with pytest.raises(ValueError, match="another version"):
+        asyncio.run(overlapping(map(waiting, range(3))))
 
 
 class Lossy(Registration):

@@ -2,8 +2,8 @@
 
 Each cluster has an epoch, which no other one of this scheduler ever has, and a revision: who writes says which one it
 read, and is refused where somebody wrote since. A write says what changed, so that a task that joins costs the same
-however many there are. The plugin tells every notebook at once that a worker came or left, and
-with each answer whether the Dask cluster is scaled adaptively.
+however many there are. The plugin tells every notebook at once that a worker came or left, and with each answer whether
+the Dask cluster is scaled adaptively.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LATELY = 60.0  # seconds between two questions of adaptive scaling, at most: one
 class ClusterTable:
     """Clusters by id: client, epoch, revision, each task's address, key, incarnation and shards, and the ``copy``.
 
-    ``write``: the id of the last write, so that a write whose answer was lost can be repeated.
+    ``write`` is the id of the last write: one that is repeated, as its answer was lost, is told that it is written.
     The copy is the newest complete set of copies of the shards for a recovery: its id, step and bytes, and the task
     that holds each shard; empty while the notebook holds them.
 
