@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import sys
 from collections import Counter
@@ -10,14 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cluster.alone.virtual import Meter, VirtualTraining, made
+from tests.cluster.alone.virtual import Call, Clock, Meter, VirtualServer, VirtualTraining, made
 from tfnb.cluster.members.deploy import AT_ONCE, overlapping
 from tfnb.cluster.members.registered import Registration
 from tfnb.cluster.members.registry import ClusterTable
+from tfnb.cluster.server.objects import write_queue
 from tfnb.cluster.wire.messages import Peer
+from tfnb.graph.queue import Queue
 
 FEW, MANY, STEPS = 16, 64, 4
 
@@ -62,6 +66,34 @@ def test_a_task_more_costs_the_machines_no_more_than_the_ones_before(mode: str) 
         assert each[1] < 1.25 * each[0], f"{who}: lines of Python for each task"
         calls = [training.meter.calls[who] / tasks for training, tasks in ((few, FEW), (many, MANY))]
         assert calls[1] < 1.1 * calls[0], f"{who}: messages of each task"
+
+
+def waiting(tasks: int) -> float:
+    """Lines of Python for each token that a server gives to one of so many tasks that wait for it."""
+    meter, heard = Lines(), list[Any]()
+    server = VirtualServer(Clock(), meter)
+
+    def post(channel: str, number: int, act: list[Any], tensors: Any = ()) -> None:
+        meta = {"channel": channel, "number": number, "got": number, "acts": [act]}
+        server.ask(channel, Call("post", meta, tensors), lambda answer: None)
+        server.clock.run(lambda: not server.is_busy)
+
+    tokens = Queue("tokens", math.inf, [(torch.int64, ())], kind="tokens", options={"lease_ms": 60_000})
+    post("chief", 0, ["make", 0, "tokens", {"queue": write_queue(tokens)}, 0])
+    for task in range(tasks):
+        post(f"task {task}", 0, ["do", 0, "tokens", {"kind": "dequeue", "attrs": {}, "what": "take"}, 0])
+        server.ask(f"task {task}", Call("ends", {"channel": f"task {task}", "got": 0}), heard.append)
+    before = meter.lines["server"]
+    for task in range(tasks):
+        act = ["do", task + 1, "tokens", {"kind": "enqueue", "attrs": {}, "what": "give"}, 1]
+        post("chief", task + 1, act, [torch.tensor(task)])
+    server.clock.run(lambda: len(heard) == tasks)
+    assert sorted(int(answer.tensors[1]) for answer in heard) == [*range(tasks)]
+    return (meter.lines["server"] - before) / tasks
+
+
+def test_a_token_is_given_at_the_same_cost_however_many_wait_for_one() -> None:
+    assert waiting(MANY) < 1.25 * waiting(FEW)
 
 
 @pytest.mark.parametrize("tasks", [FEW, MANY])

@@ -102,7 +102,8 @@ class VirtualServer:
         self.core = Core(Store(), lambda meta, tensors: Add(), epoch=1, incarnation=7)
         self.cores = Cores()
         self.cores.add(self.core)
-        self.requests: Counter[str] = Counter()  # by method
+        self.requests: Counter[str] = Counter()  # that came, by method
+        self.sent = 0
         self._tickets = itertools.count()
         self._operations: dict[str, Iterator[int]] = {}  # by client
         self._waiting: dict[int, tuple[Call, OpId, Callable[[Ok], None]]] = {}
@@ -115,8 +116,14 @@ class VirtualServer:
 
     def ask(self, client: str, call: Call, then: Callable[[Ok], None]) -> None:
         """Send a request; ``then`` gets the answer."""
+        self.sent += 1
         op = OpId(client, next(self._operations.setdefault(client, itertools.count())))
         self.clock.at(self.clock.now, lambda: self._come(call, op, then))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are on their way."""
+        return self.sent > sum(self.requests.values())
 
     def tick(self) -> None:
         """Time has passed for the server; calls that wait are answered that they wait, as on a real one."""

@@ -228,7 +228,10 @@ class Objects:
     def _ends(self, request: Request, now: float) -> Ok | None:
         """Outcomes of ended acts; waits until there is one."""
         channel = self._channel(request)
-        return self._heard_from(channel, ()) if channel.ends and now >= self._until else None
+        if channel.ends and now < self._until:
+            self._awake[channel.name] = None  # it is looked at again after the freeze
+            return None
+        return self._heard_from(channel, ()) if channel.ends else None
 
     def _channel(self, request: Request) -> Channel:
         """The channel of a request, without the ends that the request acknowledges."""
