@@ -160,6 +160,23 @@ def test_runners_and_accumulators_work_there(connect) -> None:
     runner.coordinator.join(stop_grace_period_secs=30)
 
 
+def test_a_step_in_parts_has_each_on_its_task_while_one_of_them_waits(connect) -> None:
+    never, numbers = fifo("never"), fifo("numbers")
+    with tfnb.record() as graph:
+        with tfnb.device("task:0"):
+            stuck, taken = never.dequeue(sample=torch.tensor(0.0)), numbers.dequeue()
+        with tfnb.device("task:1"):
+            doubled = taken * 2
+    session = tfnb.Session(graph)
+    cluster = connect(2)
+    thread, found = in_thread(lambda: session.run(stuck, timeout=120))
+    until(lambda: _waiting(cluster) == 1 or found)
+    numbers.enqueue(3.0)
+    assert session.run(doubled, timeout=60) == 6
+    never.enqueue(1.0), thread.join(60)
+    assert found == [1]
+
+
 def test_a_queue_lies_where_its_device_says(connect) -> None:
     with tfnb.record(), tfnb.device("ps:1"):
         queue = fifo("there")

@@ -42,6 +42,7 @@ from tfnb.passes.flow.merges import ROWS, Weight
 from tfnb.passes.flow.places import TASK, Home, Place
 from tfnb.passes.flow.step_flow import symbols_of
 from tfnb.passes.resolve import ResolvedStep, resolve
+from tfnb.passes.unordered import unordered
 from tfnb.placement.placement import Homes, Kind, Placement, Rows, Transfer, server
 from tfnb.placement.shards import BY_ROWS
 
@@ -340,9 +341,11 @@ class _Cut:
             for node in cut.nodes(place):
                 places[node.id] = (*places.get(node.id, ()), place)
         transfers = tuple(border for server in servers for border in server.borders)
+        raced = tuple(self._raced(transfers))
+        free = tuple(variable.key for variable in unordered(self.pruned) if variable.name not in raced)
         return Placement(
             places, self.homes, transfers, tuple(self._targets), self.tasks, self._changed,
-            tuple(self._apart(transfers)), tuple(self._raced(transfers)),
+            tuple(self._apart(transfers)), raced, free,
         )  # fmt: skip
 
     def _server(self, cut: Partition, shard: int, targets: Mapping[Variable, Value]) -> Server:

@@ -81,7 +81,8 @@ class Placement:
     ``places``: by a node's id, the places where the node runs. ``writes``: shards that the step writes,
     ``changed``: keys of the Variables that the step writes. ``tasks``: numbers of the tasks that the graph asks for,
     empty if any will do. ``apart``: names of Variables whose new value depends on the feeds, but on no gradient;
-    ``raced``: names of Variables whose new value a task computes from a possibly outdated read.
+    ``raced``: names of Variables whose new value a task computes from a possibly outdated read. ``free``: keys of
+    Variables whose updates, all within `tfnb.unordered`, servers add to the value of the moment.
     """
 
     places: Mapping[int, tuple[Place, ...]]
@@ -92,3 +93,4 @@ class Placement:
     changed: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
     raced: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()

@@ -139,7 +139,7 @@ class SingleSteps:
             use = turn.enter_context(self.engine.deadlocks.use(queues, len(placed.parts) or 1))
             while True:
                 tasks = await self.engine.idle(deadline, placed.tasks, since)
-                if queues:
+                if queues and not placed.tasks:  # else they are in the order of the parts
                     tasks.sort(key=lambda task: self._busy[self._peers.tasks[task].name])
                 machine = p.StepMachine(tasks, placed.writes, self._numbers, batch.rows, whole, placed.puts, deadline)
                 machine.lost, machine.places = lost, {task: self.engine.first(task) for task in tasks}

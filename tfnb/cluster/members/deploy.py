@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager
 from copy import deepcopy
@@ -66,6 +66,7 @@ T = TypeVar("T")
 
 LOOK = 0.5  # seconds between two looks at who is there
 HUSH = 2.0  # seconds
+AT_ONCE = 32  # workers that are greeted, or told of the servers, at a time
 UNLISTED_WITHIN = 1.0  # seconds after a failed call in which Dask takes a dead worker off its list
 _BEFORE = "distributed.nanny.pre-spawn-environ.DASK_DISTRIBUTED__COMM__"  # Dask reads these when it is imported
 SETTINGS = {
@@ -513,9 +514,29 @@ async def configure(
 ) -> None:  # fmt: skip
     """Send every task the epoch, and the holders of all shards."""
     peers = {shard: list(server.peer) for server in servers for shard in server.shards}
-    for member in members:
-        meta = {"epoch": epoch, "shards": [peers[shard] for shard in sorted(peers)], "holds": list(member.shards)}
+    shards = [peers[shard] for shard in sorted(peers)]
+
+    async def told(member: Member) -> None:
+        meta = {"epoch": epoch, "shards": shards, "holds": list(member.shards)}
         _ok(await link.persist(member.peer, "configure", meta, epoch=epoch, deadline=end), member.name)
+
+    await overlapping(map(told, members))
+
+
+async def overlapping(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of calls to many workers, `AT_ONCE` of them at a time; the first error ends the others."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(call: Coroutine[Any, Any, T]) -> T:
+        async with gate:
+            return await call
+
+    works = [asyncio.create_task(one(call)) for call in calls]
+    try:
+        return await asyncio.gather(*works)
+    finally:
+        for work in works:
+            work.cancel()
 
 
 def _ok(answer: Outcome, who: str) -> Ok:
@@ -601,14 +622,14 @@ async def _start_on(
     owner = uuid.uuid4().hex[:8]
     futures = {name: submit(client, name, addr, owner, wanted.resources) for addr, name in names.items()}
     await started(client, futures, {name: addr for addr, name in names.items()}, end, progress)
-    members, route = [], "direct"
+    route = "direct"
     async with _noticing_the_gone(client, addrs):
         for addr, name in names.items():
-            peer = Peer(addr, str(futures[name].key), 0)
-            if route == "direct" and (route := await link.route(peer)) != "direct":
+            if route == "direct" and (route := await link.route(Peer(addr, str(futures[name].key), 0))) != "direct":
                 await _ensure_there(client, [addr])
-            peer, info = await greet(link, peer.addr, peer.key, end)
-            members.append(Member(name, peer, futures[name], info))
+        greetings = (greet(link, addr, str(futures[name].key), end) for addr, name in names.items())
+        found = zip(names.values(), await overlapping(greetings), strict=True)
+        members = [Member(name, peer, futures[name], info) for name, (peer, info) in found]
         servers = [m for m in members if m.name.startswith("ps:")] or members
         for place, server in enumerate(servers):
             server.shards = who.held(place)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -34,6 +34,7 @@ class Registration:
         self.epoch, self.revision, self.others = 1, 0, 0
         self.without, self._is_scaled = "", False
         self.copy: dict[str, Any] = {}
+        self._written: dict[str, Any] | None = None  # tasks as the registry has them, where that is known
         self._heeds = False
         self._writing = asyncio.Lock()
 
@@ -67,14 +68,20 @@ class Registration:
             return
         async with self._writing:
             tasks = {m.name: (m.peer.addr, m.peer.key, m.peer.incarnation, m.shards) for m in members()}
-            copy = self.copy
+            about = {"write": uuid.uuid4().hex[:8], "copy": self.copy}
+            before, self._written = self._written, None  # until the scheduler answers
             for _ in range(2):  # an answer that was lost may have been written
-                entry = await self._ask("write", revision=self.revision, tasks=tasks, copy=copy)
+                changed = _changed(before, tasks)
+                entry = await self._ask(
+                    "write", revision=self.revision, tasks=changed, is_whole=before is None, **about
+                )
                 if entry is None or entry["epoch"] != self.epoch:
                     break
                 self._read(entry)
-                if entry["is_written"] or (entry["tasks"] == tasks and entry["copy"] == copy):
+                if entry["is_written"]:
+                    self._written = tasks
                     return
+                before = None
         raise Fenced(
             f"cluster {self.cluster} is not this notebook's any more in the scheduler's registry: connect again"
         )
@@ -103,3 +110,14 @@ class Registration:
             answer = await scheduler_of(self._client).tfnb_registry(method=method, cluster=self.cluster, **arguments)
         self.others, self._is_scaled = int(answer["clusters"]) - 1, bool(answer["is_scaled"])
         return answer["entry"]
+
+
+def _changed(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any]:
+    """The tasks that changed, None for one that is gone; all of them where it is not known what was before.
+
+    >>> _changed({"task:0": 1, "task:1": 2}, {"task:1": 3, "task:2": 4}), _changed(None, {"task:1": 3})
+    ({'task:1': 3, 'task:2': 4, 'task:0': None}, {'task:1': 3})
+    """
+    known = before or {}
+    found = {name: task for name, task in now.items() if known.get(name) != task}
+    return found | dict.fromkeys(known.keys() - now.keys())

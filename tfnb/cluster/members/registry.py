@@ -1,8 +1,9 @@
 """The registry of the tfnb clusters on a Dask scheduler: a table, and the scheduler plugin that keeps the table.
 
 Each cluster has an epoch, which no other one of this scheduler ever has, and a revision: who writes says which one it
-read, and is refused where somebody wrote since. The plugin tells every notebook at once that a worker came or left, and
-with each answer whether the Dask cluster is scaled adaptively.
+read, and is refused where somebody wrote since. A write says what changed, so that a task that joins costs the same
+however many there are. The plugin tells every notebook at once that a worker came or left, and with each answer whether
+the Dask cluster is scaled adaptively.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ LATELY = 60.0  # seconds between two questions of adaptive scaling, at most: one
 class ClusterTable:
     """Clusters by id: client, epoch, revision, each task's address, key, incarnation and shards, and the ``copy``.
 
+    ``write`` is the id of the last write: one that is repeated, as its answer was lost, is told that it is written.
     The copy is the newest complete set of copies of the shards for a recovery: its id, step and bytes, and the task
     that holds each shard; empty while the notebook holds them.
 
     >>> table = ClusterTable()
     >>> table.open("a", "client-1")["epoch"], table.open("b", "client-2")["epoch"]
     (1, 2)
-    >>> table.write("a", 0, {"task:0": ["tcp://h:1", "k", 7, []]}, {"id": "1-3"})["revision"]
-    1
-    >>> table.write("a", 0, {}, {})["is_written"], table.read("a")["tasks"]["task:0"][2]
+    >>> table.write("a", 0, "first", {"task:0": ["tcp://h:1", "k", 7, []]}, {"id": "1-3"})
+    {'epoch': 1, 'revision': 1, 'is_written': True}
+    >>> table.write("a", 0, "second", {"task:0": None}, {})["is_written"], table.read("a")["tasks"]["task:0"][2]
     (False, 7)
     >>> table.leave("client-1"), table.read("a"), list(table.clusters)
     (['a'], None, ['b'])
@@ -41,24 +43,37 @@ class ClusterTable:
         """Enter a cluster; idempotent, so that a request whose answer was lost can be repeated."""
         if cluster not in self.clusters:
             self.epochs += 1
-            self.clusters[cluster] = {"client": client, "epoch": self.epochs, "revision": 0, "tasks": {}, "copy": {}}
+            self.clusters[cluster] = {
+                "client": client, "epoch": self.epochs, "revision": 0, "write": "", "tasks": {}, "copy": {},
+            }  # fmt: skip
         return self.clusters[cluster]
 
     def read(self, cluster: str) -> dict[str, Any] | None:
         """The entry of a cluster, None where there is none."""
         return self.clusters.get(cluster)
 
-    def write(self, cluster: str, revision: int, tasks: dict[str, Any], copy: dict[str, Any]) -> dict[str, Any] | None:
-        """Replace a cluster's tasks and copy if ``revision`` is current.
+    def write(
+        self, cluster: str, revision: int, write: str, tasks: dict[str, Any], copy: dict[str, Any],
+        is_whole: bool = False,
+    ) -> dict[str, Any] | None:  # fmt: skip
+        """Change a cluster's tasks, and replace its copy, if ``revision`` is current.
 
-        Returns the entry then, None for an unknown cluster.
+        tasks: those that changed, None for one that is gone; with ``is_whole`` there are no others. Returns the epoch,
+        the revision and whether it is written; None for an unknown cluster.
         """
         entry = self.clusters.get(cluster)
         if entry is None:
             return None
-        if is_written := entry["revision"] == revision:
-            self.clusters[cluster] = entry = {**entry, "revision": revision + 1, "tasks": tasks, "copy": copy}
-        return {**entry, "is_written": is_written}
+        if entry["revision"] == revision:
+            entry |= {"revision": revision + 1, "write": write, "copy": copy}
+            if is_whole:
+                entry["tasks"].clear()
+            for name, task in tasks.items():
+                if task is None:
+                    entry["tasks"].pop(name, None)
+                else:
+                    entry["tasks"][name] = task
+        return {"epoch": entry["epoch"], "revision": entry["revision"], "is_written": entry["write"] == write}
 
     def close(self, cluster: str) -> None:
         """Forget a cluster; harmless if repeated."""
@@ -75,7 +90,7 @@ class ClusterTable:
 class Registry(SchedulerPlugin):
     """The table on a scheduler: ``scheduler.tfnb_registry(method=, ...)`` calls its methods."""
 
-    name = "tfnb-registry-3"  # of what it answers: another version has another table
+    name = "tfnb-registry-4"  # of what it answers: another version has another table
     idempotent = True
 
     async def start(self, scheduler: Any) -> None:

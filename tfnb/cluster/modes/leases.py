@@ -222,29 +222,36 @@ class Leases:
     places: dict[int, int] = field(default_factory=dict)  # task -> the first of those that it follows
     streams: dict[int, list[int]] = field(default_factory=dict)  # task -> its stream, and the next operation of it
     began: dict[int, float] = field(default_factory=dict)  # task -> when its piece began
+    lent: int = 0  # pieces that tasks have
+    room: dict[int, None] = field(init=False)  # tasks with fewer than `AHEAD` of them
     is_ended: bool = False  # there are no more steps
     is_hold_wanted: bool = False
     is_held: bool = False
     paused: set[int] = field(default_factory=set)
     told: set[int] = field(default_factory=set)  # tasks that were told to pause
 
+    def __post_init__(self) -> None:
+        self.room = dict.fromkeys(self.tasks)
+
     @property
     def wants(self) -> int:
         """The number of pieces that there is room for."""
-        return len(self.takers)
+        if self.state != "open" or self.is_ended:
+            return 0
+        return max(0, AHEAD * len(self.tasks) - self.lent - len(self.again) - len(self.offered))
 
     @property
     def takers(self) -> list[int | None]:
         """A task for each piece that there is room for; tasks with the fewest pieces come first."""
         if self.state != "open" or self.is_ended:
             return []
-        room = [task for had in range(AHEAD) for task in self.tasks if len(self.out.get(task, ())) <= had]
+        room = [task for had in range(AHEAD) for task in self.room if len(self.out.get(task, ())) <= had]
         return [*room[len(self.again) + len(self.offered) :]]
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is lent or waits to be."""
-        return not (any(self.out.values()) or self.again or self.offered)
+        return not (self.lent or self.again or self.offered)
 
     @property
     def parts(self) -> int:
@@ -274,8 +281,10 @@ class Leases:
                 return self._lose(task, is_silent, now)
             case "planned" | "counting", e.TaskLoss(task) if task in self.tasks:
                 self.tasks.remove(task)
+                self.room.pop(task, None)
             case "open" | "closing", e.TaskJoin(task, follows) if task not in self.tasks:
                 self.tasks.append(task)
+                self.room[task] = None
                 self.until = float("inf")
                 if follows is not None:
                     self.places[task] = self.places.get(follows, follows)
@@ -308,24 +317,30 @@ class Leases:
         """Pieces for tasks that have room; or the way to a hold; or the end."""
         if self.state == "closing":
             return self._closing()
-        given: list[Instruction] = []
         if self.is_held:
             return []
         if self.is_hold_wanted and not self._is_unsure:
             return self._hold()
+        given = self._handed_out(now)
+        return self._close(None) if self.is_ended and self.is_idle else given
+
+    def _handed_out(self, now: float) -> list[Instruction]:
+        """Pieces for tasks that have room, as far as there are some. Every report of every task comes by here."""
+        given: list[Instruction] = []
+        if not (self.again or self.offered):
+            return given
+        first = self.offered[0].task if len(self.offered) == 1 and not self.again else None
+        tasks = tuple(self.room) if first is None or first not in self.room else (first,)
         for had in range(AHEAD):  # who has least comes first
-            for task in self.tasks:
+            for task in tasks:
                 if len(self.out.get(task, ())) == had and (piece := self._taken(task)) is not None:
                     given.append(self._give(task, piece, now))
-        return self._close(None) if self.is_ended and self.is_idle else given
+        return given
 
     @property
     def _is_unsure(self) -> bool:
         """Whether some piece lost its task: only at its end do all servers agree."""
         return bool(self.again) or any(piece.is_again for pieces in self.out.values() for piece in pieces)
-
-    def _has_room(self, task: int | None) -> bool:
-        return task in self.tasks and len(self.out.get(task, ())) < AHEAD
 
     def _taken(self, task: int) -> StreamPiece | None:
         if self.again:
@@ -333,7 +348,7 @@ class Leases:
         if self.is_hold_wanted:
             return None
         fits = [
-            at for at, offer in enumerate(self.offered) if offer.task in (task, None) or not self._has_room(offer.task)
+            at for at, offer in enumerate(self.offered) if offer.task in (task, None) or offer.task not in self.room
         ]
         if not fits:
             return None
@@ -348,6 +363,9 @@ class Leases:
         if not self.out.get(task):
             self.began[task] = now
         self.out.setdefault(task, deque()).append(piece)
+        self.lent += 1
+        if len(self.out[task]) >= AHEAD:
+            self.room.pop(task, None)
         return Give(task, piece)
 
     def _progress(self, task: int, number: int, done: int, now: float) -> list[Instruction]:
@@ -358,6 +376,8 @@ class Leases:
         piece.done, self.missed = done, 0
         if done == piece.count:
             self.out[task].remove(piece)
+            self.lent -= 1
+            self.room[task] = None
             self.sizes.took(now - self.began.get(task, now), piece.count)
             self.began[task] = now
         return [report]
@@ -392,6 +412,7 @@ class Leases:
         self.told.discard(task)
         self.paused.discard(task)
         rest = self._return(task)
+        del self.room[task]
         if rest and self.state == "open" and not is_silent:
             rest[0].lost += (self.places.get(task, task),)
             if (cause := poison(rest[0].lost)) is not None:
@@ -415,13 +436,20 @@ class Leases:
 
     def _return(self, task: int) -> list[StreamPiece]:
         """Take back a task's pieces, to lend them again or, while closing, to count them; streams are not reused."""
-        rest = [piece.rest(next(self.numbers)) for piece in self.out.pop(task, ())]
+        rest = [piece.rest(next(self.numbers)) for piece in self._recalled(task)]
         self.streams.pop(task, None)
         if self.state == "closing":
             self.doubtful += rest
         else:
             self.again.extend(rest)
         return rest
+
+    def _recalled(self, task: int) -> Sequence[StreamPiece]:
+        """The pieces of a task, which has none from now on."""
+        pieces = self.out.pop(task, ())
+        self.lent -= len(pieces)
+        self.room[task] = None
+        return pieces
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -439,12 +467,12 @@ class Leases:
 
     def _drop(self, task: int) -> None:
         """Drop a task's pieces at a stop; only steps that an earlier task may have begun become doubtful."""
-        pieces = self.out.pop(task, ())
+        pieces = self._recalled(task)
         self.doubtful += [piece.rest(next(self.numbers)) for piece in pieces if piece.is_again]
 
     def _closing(self) -> list[Instruction]:
         """Once every loop has ended, ask the shards for the applied ones among the doubtful steps, or end."""
-        if any(self.out.values()):
+        if self.lent:
             return []
         if not self.doubtful:
             return self._over(self.cause)

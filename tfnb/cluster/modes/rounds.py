@@ -85,6 +85,7 @@ class Rounds:
     cause: e.Cause | None = None
     sizes: PieceSizes = field(default_factory=PieceSizes)
     members: tuple[int, ...] = ()
+    workers: dict[int, int] = field(default_factory=dict)  # member -> its number
     base: int = 0
     first: int = 1
     next: int = 1  # the next round that is given
@@ -125,7 +126,7 @@ class Rounds:
 
     def part(self, task: int) -> tuple[int, int, int]:
         """The number of a task among the workers, how many there are, and of how many parts a step is made."""
-        return self.members.index(task), len(self.members), min(self.wanted, len(self.members))
+        return self.workers[task], len(self.members), min(self.wanted, len(self.members))
 
     def steps_at(self, latest: int) -> int:
         """The number of written steps once round ``latest`` of this generation is written."""
@@ -142,7 +143,7 @@ class Rounds:
             case "open" | "cutting" | "waiting", e.DataEnd():
                 self.is_ended = True
                 return self._next()
-            case "open" | "cutting", PieceProgress(task) if task in self.members:
+            case "open" | "cutting", PieceProgress(task) if task in self.workers:
                 return [*self._progress(event, now), *self._next()]
             case "open", LoopFailure(task, failure, is_fatal) if task in self.members:
                 self.missed += 1
@@ -184,6 +185,7 @@ class Rounds:
         if len(self.tasks) < self.least:
             return self._over(self._too_few)
         self.state, self.members = "open", tuple(self.tasks)
+        self.workers = {task: number for number, task in enumerate(self.members)}
         self.wanted = self.fixed or max(1, self.wanted, len(self.tasks) - self.spare)
         self.told.clear()
         self.known.clear()

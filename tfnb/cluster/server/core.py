@@ -112,7 +112,8 @@ class Core:
             **self.objects.methods, **self.trainings.timed,
         }  # fmt: skip
         self._effects: list[Effect] = []  # beside the answer to the request in progress
-        self._seen: tuple[int, ...] = ()  # the value of `_decided` at the last try of waiting contributions
+        self._seen: tuple[int, ...] = ()  # the value of `_decided` at the last try of requests that wait for a decision
+        self._renewed: list[str] = []  # lines with a request that has an open call again: it may be due by now
 
     MUTATIONS = frozenset({"create", "drop", "assign", "push", "commit", "enter", "depart"})
     METHODS = MUTATIONS | Objects.METHODS | {
@@ -145,7 +146,8 @@ class Core:
     def _arrived(self, ticket: int, request: Request, now: float) -> list[Effect]:
         """Answer a request, or append the request to its line."""
         if request.op in self.lines and self._refused(request) is None:
-            before, self._seen = self.lines.renew(request.op, ticket, now), ()  # it may be due by now
+            line, before = self.lines.renew(request.op, ticket, now)
+            self._renewed.append(line)
             return [] if before is None else [Reply(before, Refusal("again", "the call was repeated"))]
         line = self._line(request)
         answer = None if self.lines.has(line) else self._answer(request, now)
@@ -161,7 +163,7 @@ class Core:
         if request.method == "pull" and "step" in request.meta:
             return f"step:{request.meta['step']}"
         if request.method == "pull" and "staleness" in request.meta:
-            return "clock:{training}:{loop}".format_map(request.meta)
+            return (TURN + "{training}:{loop}").format_map(request.meta)
         if request.method == "contribute":  # a line for each, as contributions do not wait for each other
             return (TURN + "{training}:{round}:{worker}").format_map(request.meta)
         return self.objects.line(request)
@@ -169,7 +171,8 @@ class Core:
     def _proceed(self, now: float) -> list[Effect]:
         """Answer the requests at the heads of their lines, until none can proceed.
 
-        Contributions wait for their round: they are tried again when a round was decided, not as each of them comes.
+        Contributions wait for their round, and bounded reads for the slowest loop: they are tried again when that was
+        decided, not as each of them comes. Channels are tried as their acts end.
         """
         effects: list[Effect] = []
         if self.poisoned is not None:
@@ -177,7 +180,8 @@ class Core:
         proceeds = True
         while proceeds or self._seen != self._decided:
             is_decided, self._seen, proceeds = self._seen != self._decided, self._decided, False
-            for line in self.lines.names(with_turns=is_decided):
+            renewed, self._renewed = self._renewed, []
+            for line in [*self.lines.names(with_turns=is_decided), *renewed, *self.objects.awakened(now)]:
                 while (head := self.lines.head(line)) is not None:
                     answer = self._answer(head.request, now)
                     if answer is None:
@@ -190,7 +194,7 @@ class Core:
 
     @property
     def _decided(self) -> tuple[int, ...]:
-        """The state that contributions wait for: they are tried again when this value changes."""
+        """The state that contributions and bounded reads wait for: they are tried again when this value changes."""
         return self.trainings.decisions, self.epoch, self.incarnation
 
     def _refused(self, request: Request) -> Refusal | None:

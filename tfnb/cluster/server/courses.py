@@ -37,6 +37,8 @@ class OpenRound:
     parts: dict[int, Any] = field(default_factory=dict)  # place -> Part
     owners: dict[int, int] = field(default_factory=dict)  # place -> worker
     takers: dict[int, int] = field(default_factory=dict)  # worker -> place
+    given: Counter[int] = field(default_factory=Counter)  # place -> number of its takers
+    untaken: int = 0  # no place below it is without a part and without a taker
     wanted: int = 0
     error: Exception | None = None
     shards: tuple[int, ...] = ()
@@ -52,7 +54,8 @@ class OpenRound:
 
     def add(self, place: int, worker: int, part: Any, shards: tuple[int, ...], wanted: int) -> None:
         """Add the part of a place without one."""
-        self.parts[place], self.owners[place], self.takers[worker] = part, worker, place
+        self.parts[place], self.owners[place] = part, worker
+        self._give(worker, place)
         self.shards, self.wanted = shards, wanted
         self.nbytes += part.nbytes
 
@@ -66,15 +69,37 @@ class OpenRound:
         >>> [turn.place_for(worker, 2) for worker in (4, 5, 6, 4)]
         [0, 1, 1, 0]
         """
+        mine = self.takers.get(worker)
+        if mine is None or mine >= places or mine in self.parts:
+            place = self._free_place(places, before)
+            mine = self._copied(places) if place is None else place
+            if mine is None:
+                return self.takers.get(worker, 0)
+            self._give(worker, mine, is_last=True)
+        return mine
+
+    def _give(self, worker: int, place: int, *, is_last: bool = False) -> None:
+        """Note the place of a worker. is_last: whether the worker came for it after all others."""
+        before = self.takers.pop(worker, None) if is_last else self.takers.get(worker)
+        if before is not None:
+            self.given[before] -= 1
+            self.untaken = min(self.untaken, before)
+        self.takers[worker] = place
+        self.given[place] += 1
+
+    def _free_place(self, places: int, before: int) -> int | None:
+        """A place without a part and without a taker: ``before``, or else the first one. Each worker comes by here."""
+        if 0 <= before < places and before not in self.parts and not self.given[before]:
+            return before
+        while self.untaken < places and (self.untaken in self.parts or self.given[self.untaken]):
+            self.untaken += 1
+        return self.untaken if self.untaken < places else None
+
+    def _copied(self, places: int) -> int | None:
+        """The place for a copy: all places without a part have takers. Only spare workers come by here."""
         missing = [place for place in range(places) if place not in self.parts]
-        if missing and self.takers.get(worker) not in missing:
-            others = [place for other, place in self.takers.items() if other != worker]
-            given, last = Counter(others), {place: at for at, place in enumerate(others, 1)}
-            self.takers.pop(worker, None)  # who is given a place now is the last one
-            self.takers[worker] = min(
-                missing, key=lambda place: (given[place], -last.get(place, 0), place != before, place)
-            )
-        return self.takers.get(worker, 0)
+        last = {place: at for at, place in enumerate(self.takers.values(), 1)}
+        return min(missing, key=lambda place: (self.given[place], -last[place], place), default=None)
 
     @property
     def is_whole(self) -> bool:
@@ -93,7 +118,7 @@ class Course:
 
     ``places``: number of a round's parts, unless the batch is too short. ``counted``: by worker, the last round with a
     part of this worker, and the part's place. ``clocks``: of loops at work; ``least``: the slowest loop's clock so far;
-    ``gone``: loops that were given up.
+    ``at``: by clock, the number of loops there; ``gone``: loops that were given up.
     """
 
     latest: int = 0
@@ -101,6 +126,7 @@ class Course:
     floor: int = 0
     places: int = 1
     clocks: dict[str, int] = field(default_factory=dict)
+    at: Counter[int] = field(default_factory=Counter)
     least: int = 0
     gone: set[str] = field(default_factory=set)
     held_until: float = 0.0
@@ -115,7 +141,9 @@ class Course:
 
     def turn(self, number: int) -> OpenRound:
         """A round, opened if necessary."""
-        return self.turns.setdefault(number, OpenRound())
+        if (found := self.turns.get(number)) is None:
+            found = self.turns[number] = OpenRound()
+        return found
 
     def place_for(self, worker: int) -> int:
         """The place of the next round whose part a worker is to compute."""
@@ -127,19 +155,35 @@ class Course:
         self.tick(loop, max(clock, self.least))
         return self.clocks[loop]
 
-    def tick(self, loop: str, clock: int) -> None:
-        """Set the clock of a loop: its number of applied steps."""
+    def tick(self, loop: str, clock: int) -> bool:
+        """Set the clock of a loop: its number of applied steps. Returns whether the slowest clock has changed."""
+        before = self.slowest
+        self._forget(loop)
         self.clocks[loop] = clock
-        self.least = max(self.least, min(self.clocks.values()))
+        self.at[clock] += 1
+        self.least = max(self.least, self.slowest)
+        return self.slowest != before
 
     def leave(self, loop: str) -> None:
         """Remove the clock of a loop that stands still, so that no loop waits for this one."""
-        self.clocks.pop(loop, None)
-        self.least = max(self.least, min(self.clocks.values(), default=0))
+        self._forget(loop)
+        self.least = max(self.least, self.slowest)
+
+    @property
+    def slowest(self) -> int:
+        """The clock of the slowest loop at work; 0 without one."""
+        return min(self.at, default=0)  # of the few clocks that there are, not of all loops
+
+    def _forget(self, loop: str) -> None:
+        clock = self.clocks.pop(loop, None)
+        if clock is not None:
+            self.at[clock] -= 1
+            if not self.at[clock]:
+                del self.at[clock]
 
     def lead(self, loop: str) -> int:
         """The lead of a loop over the slowest one, in steps."""
-        return self.clocks[loop] - min(self.clocks.values())
+        return self.clocks[loop] - self.slowest
 
     def end(self, floor: int) -> None:
         """Close rounds up to ``floor``, and drop their staged parts."""

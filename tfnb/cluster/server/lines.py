@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from tfnb.cluster.wire.messages import POLL, OpId, Request
 
 PATIENCE = 30.0  # seconds that a place is kept for a caller
-TURN = "turn:"  # how the line of a contribution to a round begins
+TURN = "turn:"  # how the line of a request begins that waits for a decision: of a contribution, or of a bounded read
+ENDS = "ends:"  # how the line of a channel begins that waits for the end of one of its acts
 
 
 @dataclass(slots=True)
@@ -36,7 +37,8 @@ class Lines:
 
     def __init__(self) -> None:
         self._lines: dict[str, OrderedDict[OpId, Waiting]] = {}
-        self._turns: dict[str, OrderedDict[OpId, Waiting]] = {}  # those of contributions
+        self._turns: dict[str, OrderedDict[OpId, Waiting]] = {}  # those that wait for a decision
+        self._ends: dict[str, OrderedDict[OpId, Waiting]] = {}  # those of channels
         self._of: dict[OpId, Waiting] = {}
 
     def __len__(self) -> int:
@@ -46,10 +48,14 @@ class Lines:
         return op in self._of
 
     def names(self, *, with_turns: bool) -> list[str]:
-        """Names of lines with waiting requests; with or without the (possibly many) lines of contributions."""
+        """Names of lines with waiting requests, without those of channels, which are named by what they wait for; with
+        or without the (possibly many) lines that wait for a decision.
+        """
         return [*self._lines, *self._turns] if with_turns else list(self._lines)
 
     def _with(self, line: str) -> dict[str, OrderedDict[OpId, Waiting]]:
+        if line.startswith(ENDS):
+            return self._ends
         return self._turns if line.startswith(TURN) else self._lines
 
     def has(self, line: str) -> bool:
@@ -68,11 +74,11 @@ class Lines:
         self._with(waiting.line).setdefault(waiting.line, OrderedDict())[waiting.request.op] = waiting
         self._of[waiting.request.op] = waiting
 
-    def renew(self, op: OpId, ticket: int, now: float) -> int | None:
-        """Continue a request under a new call; returns the ticket of the earlier call, if still open."""
+    def renew(self, op: OpId, ticket: int, now: float) -> tuple[str, int | None]:
+        """Continue a request under a new call; returns its line, and the ticket of the earlier call, if still open."""
         waiting = self._of[op]
         before, waiting.ticket, waiting.since = waiting.ticket, ticket, now
-        return before
+        return waiting.line, before
 
     def leave(self, op: OpId) -> None:
         """Remove a request from its line."""
@@ -108,5 +114,6 @@ class Lines:
         found = [waiting.ticket for waiting in self._of.values() if waiting.ticket is not None]
         self._lines.clear()
         self._turns.clear()
+        self._ends.clear()
         self._of.clear()
         return found

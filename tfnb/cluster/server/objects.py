@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tfnb.cluster.server.lines import ENDS
 from tfnb.cluster.wire.envelope import size
 from tfnb.cluster.wire.messages import Ok, Request, failed
 from tfnb.errors import Aborted, InvalidArgument, NotFound, StepAborted, TfnbError
@@ -80,8 +81,13 @@ class ActResult(NamedTuple):
 
 @dataclass(slots=True)
 class Channel:
-    """The acts of one process. ``posted``: number of the last post; ``serial``: of the last end."""
+    """The acts of one process. ``posted``: number of the last post; ``serial``: of the last end.
 
+    ``awake``: names of channels with ends that nobody looked at, this one's among them.
+    """
+
+    name: str
+    awake: dict[str, None]
     posted: int = -1
     serial: int = 0
     open: dict[int, Work] = field(default_factory=dict)  # operations that are not over
@@ -107,6 +113,7 @@ class Channel:
     def end(self, end: ActResult) -> None:
         """Record the outcome of an act, under the next serial."""
         self.serial += 1
+        self.awake[self.name] = None
         self.ends[self.serial] = end
         self.open.pop(end.number, None)
 
@@ -139,6 +146,7 @@ class Objects:
     ) -> None:  # fmt: skip
         self.queues: dict[str, HostedQueue] = {}
         self.channels: dict[str, Channel] = {}
+        self._awake: dict[str, None] = {}  # channels with ends that nobody looked at
         self.is_over: Callable[[int], bool] = lambda number: False  # of a round
         self._afford, self._assigning = afford, assigning
         self._rounds: dict[int, list[Work]] = {}  # by round, the operations that ended
@@ -172,7 +180,20 @@ class Objects:
     @staticmethod
     def line(request: Request) -> str:
         """The line of a request that may wait; empty for other requests."""
-        return f"{request.method}:{request.meta['channel']}" if request.method in ("post", "ends") else ""
+        match request.method:
+            case "ends":
+                return f"{ENDS}{request.meta['channel']}"
+            case "post":
+                return f"post:{request.meta['channel']}"
+        return ""
+
+    def awakened(self, now: float) -> list[str]:
+        """Lines of channels with ends since the last call; none while the server is frozen."""
+        if now < self._until:
+            return []
+        found = [f"{ENDS}{name}" for name in self._awake]
+        self._awake.clear()
+        return found
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -207,12 +228,16 @@ class Objects:
     def _ends(self, request: Request, now: float) -> Ok | None:
         """Outcomes of ended acts; waits until there is one."""
         channel = self._channel(request)
-        return self._heard_from(channel, ()) if channel.ends and now >= self._until else None
+        if channel.ends and now < self._until:
+            self._awake[channel.name] = None  # it is looked at again after the freeze
+            return None
+        return self._heard_from(channel, ()) if channel.ends else None
 
     def _channel(self, request: Request) -> Channel:
         """The channel of a request, without the ends that the request acknowledges."""
-        channel = self.channels.setdefault(str(request.meta["channel"]), Channel())
-        got = int(request.meta["got"])
+        name, got = str(request.meta["channel"]), int(request.meta["got"])
+        if (channel := self.channels.get(name)) is None:
+            channel = self.channels[name] = Channel(name, self._awake)
         for serial in [serial for serial in channel.ends if serial <= got]:
             end = channel.ends.pop(serial)
             if end.work is not None and end.work.round is None:

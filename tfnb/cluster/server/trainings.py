@@ -20,7 +20,7 @@ class Trainings:
         self._shard, self._ledger = shard, ledger
         self.courses: dict[str, Course] = {}
         self._sends: list[Send] = []
-        self.decisions = 0  # how often something happened that a contribution may wait for
+        self.decisions = 0  # how often something happened that requests may wait for
         self.methods: dict[str, Callable[[Request], Ok | Refusal]] = {
             "open_training": self.begin, "end_training": self.end, "enter": self.enter, "depart": self.depart,
             "decided": self.decided, "cut": self.cut, "standing": self.standing,
@@ -63,7 +63,7 @@ class Trainings:
     def ticked(self, meta: Mapping[str, Any]) -> int:
         """Count an applied step of a loop; returns the loop's lead over the slowest one."""
         course, loop = self._course(meta), str(meta["loop"])
-        course.tick(loop, int(meta["clock"]))
+        self.decisions += course.tick(loop, int(meta["clock"]))
         return course.lead(loop)
 
     def enter(self, request: Request) -> Ok | Refusal:
@@ -71,12 +71,14 @@ class Trainings:
         course, loop = self._course(request.meta), str(request.meta["loop"])
         if loop in course.gone:
             return Refusal("given-up", f"loop {loop} was given up")
+        self.decisions += 1  # the loop may have been the slowest one
         return Ok({"clock": course.enter(loop, int(request.meta["clock"]))})
 
     def depart(self, request: Request) -> Ok:
         """Remove the clock of a loop that stands still. With ``gone`` the loop is given up: later calls are refused."""
         course, loop = self._course(request.meta), str(request.meta["loop"])
         course.leave(loop)
+        self.decisions += 1  # also for a read of the loop itself, which is refused
         if "gone" in request.meta:
             course.gone.add(loop)
         return self._shard.ack()

@@ -23,7 +23,15 @@ from tfnb.cluster.modes.joins import Join
 from tfnb.cluster.server.parts import GRADIENTS
 from tfnb.cluster.tasks.rows_there import LookedUp, RowRequest
 from tfnb.cluster.wire.lossy import FORMATS, is_lossy, narrowed
-from tfnb.errors import GraphFormatError, InvalidArgument, NonFinite, NonFiniteGradient, ShapeError, TfnbError
+from tfnb.errors import (
+    GraphFormatError,
+    InvalidArgument,
+    NonFinite,
+    NonFiniteGradient,
+    ShapeError,
+    TfnbError,
+    Unimplemented,
+)
 from tfnb.execution import Pending, Program
 from tfnb.execution.dataflow.executor import Meet
 from tfnb.execution.explain import explained
@@ -38,7 +46,7 @@ from tfnb.graph import Graph, Node, Spec, Value
 from tfnb.graph.files import sha256
 from tfnb.graph.forms.serial import dumps, loads
 from tfnb.graph.graph import new_id
-from tfnb.graph.ops import ENQUEUE
+from tfnb.graph.ops import DEQUEUE, ENQUEUE
 from tfnb.graph.queue import Queue
 from tfnb.graph.subgraph import nested, queues_of
 from tfnb.passes import step_graph
@@ -171,11 +179,36 @@ def place(split: Split, *, check: bool = False, compile: Mode = "off", format: s
     puts = any(node.op == ENQUEUE for node in inner)
     read: tuple[str, ...] = ()
     if queues and split.placement.writes:
-        read = (*split.placement.changed, *(v.key for v in split.compute.contents.variables.values()))
+        used = (*split.placement.changed, *(v.key for v in split.compute.contents.variables.values()))
+        read = tuple(key for key in used if key not in split.placement.free)
+    _ensure_read_first(split.compute, checked=read)
     late = None if split.late is None else late_plan(split.late, homes)
     return PlacedStep(
         compute, servers, _places(split), split.placement, late, split.divides, split.undivided, queues, puts, read,
     )  # fmt: skip
+
+
+def _ensure_read_first(graph: Graph, checked: Collection[str]) -> None:
+    """Raise Unimplemented for a Variable that the program reads after a dequeue: a task pulls it when the step begins.
+
+    checked: keys of Variables whose values may not change while the step waits, so that their order does not matter.
+    """
+    behind: dict[int, Node] = {}  # by the id of a node, the dequeue that it comes after
+    for node in graph.nodes:
+        before = (*(value.node for value in node.inputs), *node.control)
+        found = next((behind[at] for at in before if at in behind), None)
+        if node.op == DEQUEUE or any(inner.op == DEQUEUE for inner in nested(node)):
+            found = node
+        if found is None:
+            continue
+        behind[node.id] = found
+        variable = node.attrs["variable"] if node.op == "tfnb.read" else None
+        if variable is not None and variable.key not in checked:
+            raise Unimplemented(
+                f"{variable.name} is read after {found.name}, which waits for a queue, and on a cluster a step reads "
+                "its Variables when it begins: dequeue in a run of its own, and feed this step what it gave\n"
+                f"  at {node.source}", **node.where,
+            )  # fmt: skip
 
 
 def late_plan(late: Late, homes: Homes) -> Plan:
