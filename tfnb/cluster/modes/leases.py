@@ -2,9 +2,10 @@
 
 `Leases` lends each task pieces of training ahead of need, two at a time. A piece is a run of steps under one stream of
 operation numbers; a piece whose task is gone is lent again, from where it was last heard of, under the same numbers, so
-that a server applies each step once. Training ends, and can be held, at a cut: every step is then applied on all
-servers or on none. No clock, socket, thread or Dask: time arrives as an argument, and `training` carries out what is
-said here. Steps themselves are opaque: a sequence of them, cut by slices.
+that a server applies each step once. Where tasks are idle while another is slow (``lends_twice``), they get copies of
+its pieces: of each step the first of both counts. Training ends, and can be held, at a cut: every step is then applied
+on all servers or on none. No clock, socket, thread or Dask: time arrives as an argument, and `training` carries out
+what is said here. Steps themselves are opaque: a sequence of them, cut by slices.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ AHEAD = 2  # pieces that a task has at a time
 SECONDS = 0.5  # that a piece should take
 LARGEST = 256  # steps of a piece: what a task has at a time lies within the window of a ledger
 SMALLEST = 1
+SLOW, LEAST = 2.0, 0.25  # times what pieces took lately, and seconds, after which a piece counts as late
 
 
 @dataclass
 class StreamPiece:
     """Steps ``first`` and following of a stream. ``done``: the number reported as done to the notebook.
 
-    ``is_again``: a task was lost over it, so that some servers may have applied some of the rest. ``lost``: tasks that
-    died over its next step, one of each attempt.
+    ``is_again``: another task had it, so that some servers may have applied some of the rest. ``lost``: tasks that
+    died over its next step, one of each attempt. ``told``: of a piece with a copy, the number that either has done.
     """
 
     number: int
@@ -39,6 +41,7 @@ class StreamPiece:
     done: int = 0
     is_again: bool = False
     lost: tuple[int, ...] = ()
+    told: int = 0
 
     @property
     def count(self) -> int:
@@ -52,10 +55,9 @@ class StreamPiece:
 
     def rest(self, number: int) -> StreamPiece:
         """The steps not done, as a piece with another number."""
-        lost = () if self.done else self.lost
-        return StreamPiece(
-            number, self.stream, self.first + self.done, self.steps[self.done :], is_again=True, lost=lost
-        )
+        done = max(self.done, self.told)
+        lost = () if done else self.lost
+        return StreamPiece(number, self.stream, self.first + done, self.steps[done:], is_again=True, lost=lost)
 
 
 # -- events, beside the shared ones ---------------------------------------------------------------------------
@@ -199,7 +201,9 @@ class PieceSizes:
 class Leases:
     """Asynchronous training: each task works on pieces of its own.
 
-    ``patience``: seconds that training without any task waits for one; a silent task is waited for.
+    ``patience``: seconds that training without any task waits for one; a silent task is waited for. ``lends_twice``:
+    whether idle tasks get copies of late pieces; a task whose piece another one has done first ends its loop, and
+    begins anew, so that it stands at the end of a pass.
     States: planned; open; closing (loops end, what is in doubt is found out and completed); counting; over.
     """
 
@@ -227,6 +231,9 @@ class Leases:
     is_held: bool = False
     paused: set[int] = field(default_factory=set)
     told: set[int] = field(default_factory=set)  # tasks that were told to pause
+    lends_twice: bool = False
+    twins: dict[int, int] = field(default_factory=dict)  # a piece's number -> that of its copy, and back
+    stopping: set[int] = field(default_factory=set)  # tasks that another one has overtaken, until their loops end
 
     @property
     def wants(self) -> int:
@@ -238,13 +245,14 @@ class Leases:
         """A task for each piece that there is room for; tasks with the fewest pieces come first."""
         if self.state != "open" or self.is_ended:
             return []
-        room = [task for had in range(AHEAD) for task in self.tasks if len(self.out.get(task, ())) <= had]
+        tasks = [task for task in self.tasks if task not in self.stopping]
+        room = [task for had in range(AHEAD) for task in tasks if len(self.out.get(task, ())) <= had]
         return [*room[len(self.again) + len(self.offered) :]]
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is lent or waits to be."""
-        return not (any(self.out.values()) or self.again or self.offered)
+        return not (any(self.out.values()) or self.again or self.offered or self.stopping)
 
     @property
     def parts(self) -> int:
@@ -267,6 +275,10 @@ class Leases:
                 return [*self._progress(task, number, done, now), *self._next(now)]
             case "open" | "closing", LoopFailure(task, failure, is_fatal) if self.out.get(task):
                 return self._broken(task, failure, is_fatal, now)
+            case "open", LoopEnd(task) if task in self.stopping:
+                self.stopping.discard(task)
+                self._return(task)
+                return self._next(now)
             case "closing", LoopEnd(task):
                 self._drop(task)
                 return self._next(now)
@@ -296,6 +308,8 @@ class Leases:
                 return self._close(e.TasksLost())
             case "open" | "closing", e.Tick() if now >= self.deadline and self.cause is None:
                 return self._close(e.TimedOut())
+            case "open", e.Tick() if self.lends_twice:
+                return self._next(now)
             case "counting", AppliedCounts(shards):
                 return self._counted(shards, now)
             case "open" | "closing" | "counting", e.ShardLost(shard):
@@ -311,11 +325,12 @@ class Leases:
         given: list[Instruction] = []
         if self.is_held:
             return []
-        if self.is_hold_wanted and not self._is_unsure:
+        if self.is_hold_wanted and not self._is_unsure and not self.stopping:
             return self._hold()
         for had in range(AHEAD):  # who has least comes first
             for task in self.tasks:
-                if len(self.out.get(task, ())) == had and (piece := self._taken(task)) is not None:
+                has_room = task not in self.stopping and len(self.out.get(task, ())) == had
+                if has_room and (piece := self._taken(task) or self._copied(task, now)) is not None:
                     given.append(self._give(task, piece, now))
         return self._close(None) if self.is_ended and self.is_idle else given
 
@@ -325,7 +340,7 @@ class Leases:
         return bool(self.again) or any(piece.is_again for pieces in self.out.values() for piece in pieces)
 
     def _has_room(self, task: int | None) -> bool:
-        return task in self.tasks and len(self.out.get(task, ())) < AHEAD
+        return task in self.tasks and task not in self.stopping and len(self.out.get(task, ())) < AHEAD
 
     def _taken(self, task: int) -> StreamPiece | None:
         if self.again:
@@ -354,13 +369,57 @@ class Leases:
         piece = next((piece for piece in self.out.get(task, ()) if piece.number == number), None)
         if piece is None or done <= piece.done:
             return []
-        report = Report(number, piece.done, done, (task,))
-        piece.done, self.missed = done, 0
+        start, piece.done, self.missed = max(piece.done, piece.told), done, 0
+        told: list[Instruction] = [Report(number, start, done, (task,))] if done > start else []
+        twin = self._twin(piece)
+        if twin is not None:
+            twin[1].told = max(twin[1].told, piece.first + done - twin[1].first)
         if done == piece.count:
             self.out[task].remove(piece)
             self.sizes.took(now - self.began.get(task, now), piece.count)
             self.began[task] = now
-        return [report]
+            return told if twin is None else [*told, *self._overtake(*twin)]
+        return told
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def _copied(self, task: int, now: float) -> StreamPiece | None:
+        """A copy of the last piece of the latest task, for one that would be idle; None where no piece is late."""
+        if not self.lends_twice or self.out.get(task) or self.again or self.offered:
+            return None
+        late = [
+            (self.began.get(other, now), other) for other, pieces in self.out.items()
+            if any(piece.number not in self.twins for piece in pieces) and self._is_late(other, pieces[0], now)
+        ]  # fmt: skip
+        if not late:
+            return None
+        piece = next(p for p in reversed(self.out[min(late)[1]]) if p.number not in self.twins)
+        copy, piece.is_again = piece.rest(next(self.numbers)), True
+        self.twins |= {piece.number: copy.number, copy.number: piece.number}
+        return copy
+
+    def _is_late(self, task: int, piece: StreamPiece, now: float) -> bool:
+        return now - self.began.get(task, now) > max(LEAST, SLOW * self.sizes.seconds * piece.count)
+
+    def _twin(self, piece: StreamPiece) -> tuple[int, StreamPiece] | None:
+        """The other of a piece and its copy, with the task that has it."""
+        number = self.twins.get(piece.number)
+        return next(((task, p) for task, pieces in self.out.items() for p in pieces if p.number == number), None)
+
+    def _part(self, piece: StreamPiece) -> bool:
+        """Forget that a piece has a copy; returns whether another task still has the other one."""
+        is_there = self._twin(piece) is not None
+        self.twins.pop(self.twins.pop(piece.number, 0), None)
+        return is_there
+
+    def _overtake(self, task: int, piece: StreamPiece) -> list[Instruction]:
+        """Another task was first: this one ends its loop, and what else it has is lent again."""
+        self._part(piece)
+        self.out[task].remove(piece)
+        if task in self.stopping or self.state != "open":
+            return []
+        self.stopping.add(task)
+        return [StopLoop(task)]
 
     # -- holds --------------------------------------------------------------------------------------------------------
 
@@ -387,6 +446,7 @@ class Leases:
 
     def _lose(self, task: int, is_silent: bool, now: float) -> list[Instruction]:
         self.tasks.remove(task)
+        self.stopping.discard(task)
         if is_silent:
             self.patience = max(self.patience, GIVEN_UP)
         self.told.discard(task)
@@ -406,6 +466,7 @@ class Leases:
     def _broken(self, task: int, failure: Failure, is_fatal: bool, now: float) -> list[Instruction]:
         self.told.discard(task)
         self.paused.discard(task)
+        self.stopping.discard(task)
         self._return(task)
         self.missed += 1
         if is_fatal or self.missed > RETRIES * max(1, len(self.tasks)):
@@ -415,7 +476,7 @@ class Leases:
 
     def _return(self, task: int) -> list[StreamPiece]:
         """Take back a task's pieces, to lend them again or, while closing, to count them; streams are not reused."""
-        rest = [piece.rest(next(self.numbers)) for piece in self.out.pop(task, ())]
+        rest = [piece.rest(next(self.numbers)) for piece in self._left_by(task)]
         self.streams.pop(task, None)
         if self.state == "closing":
             self.doubtful += rest
@@ -439,8 +500,14 @@ class Leases:
 
     def _drop(self, task: int) -> None:
         """Drop a task's pieces at a stop; only steps that an earlier task may have begun become doubtful."""
-        pieces = self.out.pop(task, ())
-        self.doubtful += [piece.rest(next(self.numbers)) for piece in pieces if piece.is_again]
+        left = self._left_by(task)
+        self.doubtful += [piece.rest(next(self.numbers)) for piece in left if piece.is_again]
+
+    def _left_by(self, task: int) -> list[StreamPiece]:
+        """The pieces that a task leaves, but those that another task has as well."""
+        left = [piece for piece in self.out.get(task, ()) if not self._part(piece)]
+        self.out.pop(task, None)
+        return left
 
     def _closing(self) -> list[Instruction]:
         """Once every loop has ended, ask the shards for the applied ones among the doubtful steps, or end."""
