@@ -8,6 +8,7 @@ the Parameters (`tfnb.fitting.shard_vectors`). It gets numbers, chooses steps by
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -126,6 +127,7 @@ class Minimization:
         self.most = 1 + AGAIN + self.iterations * (MOST + 1)  # evaluations
         self._rows: float | None = None  # of an evaluation
         self._stamp, self._step, self._missed = 0, 0.0, 0
+        self._lost: ParameterServerLost | None = None
         self._is_taken = False  # the last move, as the step of an iteration
         self._values: Mapping[str, Any] = {}
         self._samples = 0
@@ -141,21 +143,26 @@ class Minimization:
 
     def on_epoch(self, progress: Progress) -> None:
         """All portions of an evaluation are added up: go on, to the next evaluation or to the end."""
+        if self._lost is not None:
+            raise self._lost
         self._values, self._samples = progress.values, progress.samples
-        found = self._evaluation()
-        if found is None:
-            self._move(self._step)
-            return
         try:
-            self._program.send(found)
+            found = self._evaluation()
+            if found is None:
+                self._move(self._step)
+            else:
+                self._program.send(found)
         except StopIteration as end:
             progress.stop(end.value)
+        except ParameterServerLost as error:  # the training, which goes on, hears of it and takes the newest copy
+            self._lost = error
 
     def restore(self, error: BaseException) -> None:
         """After an error or an interrupt: the Parameters are those of the last iteration again."""
         is_lost, text = isinstance(error, ParameterServerLost), self.where
         if is_lost or not self._is_taken:
-            with suppress(TfnbError):
+            with suppress(TfnbError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the cluster is lost is what the error says
                 self._run("restore")
         if is_lost:
             text += ", as far as a copy was made; the same call begins there, with an empty history"
