@@ -111,7 +111,7 @@ def _recorded(loss: Tensor, mode: Sandblaster) -> ShardVectors:
 
 @dataclass
 class Minimization:
-    """The coordinator of one minimization, and what is known of it. ``number``: iterations that are done."""
+    """The coordinator of one minimization. ``number``: iterations that are done; ``history``: an entry for each."""
 
     session: Session
     vectors: ShardVectors
@@ -255,11 +255,11 @@ class Minimization:
     # -- commands -----------------------------------------------------------------------------------------------
 
     def _run(self, command: str, **numbers: Any) -> None:
-        """Let all servers do a command."""
+        """Let all servers carry out a command."""
         feeds = {self.vectors.numbers[name]: number for name, number in numbers.items()}
         self.session.run(getattr(self.vectors, command), feeds)
 
-    def _numbers(self, fetched: Tensor) -> torch.Tensor:
+    def _numbers(self, fetched: torch.Tensor) -> torch.Tensor:
         return self.session.run(fetched)
 
     def _move(self, step: float) -> None:
@@ -269,7 +269,7 @@ class Minimization:
         self._run("move", step=step, stamp=float(self._stamp))
 
     def _evaluation(self) -> Evaluation | None:
-        """What was added up; None where it is not what all rows give at this point: it is to be done again."""
+        """The evaluation from the sums; None where some rows are missing in these, or were added at another point."""
         self._run("measure")
         measures, sums = self.session.run((self.vectors.measures, self.vectors.totals))
         loss, number, rows, stamps = sums.tolist()
@@ -285,9 +285,8 @@ class Minimization:
         self.evaluations += 1
         whole = self.vectors.weight.of(number)
         scale = 1.0 / whole if whole else math.inf
-        slope, size = measures[:, 0].sum(), measures[:, 1].sum()
-        found = (loss, float(slope), float(size), float(measures[:, 2].max()))
-        return Evaluation(*(value * scale for value in found), scale)
+        slope, size, largest = float(measures[:, 0].sum()), float(measures[:, 1].sum()), float(measures[:, 2].max())
+        return Evaluation(loss * scale, slope * scale, size * scale, largest * scale, scale)
 
     # -- errors -------------------------------------------------------------------------------------------------
 
@@ -317,7 +316,7 @@ def _at(node: Node) -> str:
 
 
 def _checked(loss: object, data: Any, refused: Mapping[str, tuple[Any, Any]]) -> Tensor:
-    """The loss. Raises InvalidArgument for one that is no function of all rows, and for what the mode does not take."""
+    """The loss, checked. Raises InvalidArgument for a loss that is no sum over rows, and for an option not taken."""
     if not isinstance(loss, Tensor):
         raise InvalidArgument(
             f"{_ONLY}, and fetched is {type(loss).__name__}: give fit the recorded loss itself, fit(loss, data, "

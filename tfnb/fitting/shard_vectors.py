@@ -79,10 +79,10 @@ class ShardVectors:
     sums: Variable
     stamp: Variable
     evaluation: Operation
-    totals: Tensor
-    measures: Tensor
-    slopes: Tensor
-    products: Tensor
+    totals: torch.Tensor
+    measures: torch.Tensor
+    slopes: torch.Tensor
+    products: torch.Tensor
     begin: Operation
     measure: Operation
     advance: Operation
@@ -93,7 +93,7 @@ class ShardVectors:
 
 
 def weight_of(loss: Tensor) -> tuple[Weight, Reason | None, Graph]:
-    """What portions of a loss are weighted by, why it is no weighted mean over rows, and a graph with the total."""
+    """The weight of portions of a loss, the reason why there is none, and a graph with its total."""
     graph = loss.graph
     reached = step_graph(graph, (loss.value,), ()).graph
     fed = tuple(Value(node.id) for node in reached.placeholders)
@@ -125,7 +125,7 @@ def shard_vectors(loss: Tensor, history: int) -> ShardVectors:
             record.command("move", record.move, {sums: torch.zeros_like(recorder.read(sums)), stamp: numbers["stamp"]}),
             record.command("restore", lambda recorder, each: {each.parameter: recorder.read(each.point) * 1.0}),
             numbers,
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
 
 
 def _numbers(history: int) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ def _rows(recorder: Recorder, loss: Tensor) -> torch.Tensor:
 def _share(
     recorder: Recorder, weight: Weight, weighted: Graph, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The number of a portion that its weight takes, and the weight."""
+    """The number of a portion for its weight, and the weight."""
     if weight == ROWS:
         return rows, rows
     if weight == SUM or not isinstance(weight.total, Value):
@@ -192,7 +192,7 @@ class _Recording:
         self.coefficients = {dtype: self.numbers["coefficients"].to(dtype) for dtype in dtypes}
 
     def command(self, name: str, write: Write, more: Mapping[Variable, torch.Tensor] | None = None) -> Operation:
-        """An operation that writes what ``write`` makes for each Parameter."""
+        """An operation with the writes that ``write`` makes for each Parameter."""
         writes = dict(more or {})
         with self.recorder.tagged(_UPDATE):  # nodes of several Parameters would put these on one server: there are none
             for each in self.parameters:
@@ -201,13 +201,15 @@ class _Recording:
 
     def advance(self, recorder: Recorder, each: ParameterVectors) -> dict[Variable, torch.Tensor]:
         """Take the Parameter as the new point: keep the pair before, and make the pair of this step."""
-        steps, changes = recorder.read(each.steps), recorder.read(each.changes)
-        step, change, last = (recorder.read(v) for v in (each.step, each.change, each.last))
-        gate = self.numbers["gate"]
-        steps = torch.where(gate, torch.cat([steps[1:], step.unsqueeze(0)]), steps)
-        changes = torch.where(gate, torch.cat([changes[1:], change.unsqueeze(0)]), changes)
+
+        def kept(rows: Variable, newest: Variable) -> torch.Tensor:
+            old, row = recorder.read(rows), recorder.read(newest)
+            return torch.where(self.numbers["gate"], torch.cat([old[1:], row.unsqueeze(0)]), old)
+
+        steps, changes = kept(each.steps, each.step), kept(each.changes, each.change)
         gradient = recorder.read(each.gradient) * self.numbers["scale"]
-        step, change = recorder.read(each.direction) * self.numbers["step"], gradient - last
+        step = recorder.read(each.direction) * self.numbers["step"]
+        change = gradient - recorder.read(each.last)
         new = torch.stack([step, change, gradient]).flatten(1)
         basis = torch.cat([steps.flatten(1), changes.flatten(1), new])
         return {
