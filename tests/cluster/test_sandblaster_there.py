@@ -16,7 +16,9 @@ from torch import nn
 
 import tfnb
 from tests.train.test_sandblaster import apart, by_torch, data, entropy, linear, masked, net, quadratic
+from tfnb.cluster.modes.leases import Leases, StreamPiece
 from tfnb.cluster.wire import envelope
+from tfnb.session import default_session
 from tfnb.train import Sandblaster
 
 
@@ -89,6 +91,34 @@ def test_the_coordinators_messages_do_not_grow_with_the_model(
     assert found[4096] < 1.3 * found[8], found
 
 
+def test_commands_are_carried_out_where_the_vectors_lie(connect: Callable[..., Any]) -> None:
+    """Beside their Parameters, on two servers; no task reads a vector, and numbers alone are sent to servers."""
+    cluster, (x, y) = connect(2), data()
+    fed, label, value = recorded(net(), entropy)
+    tfnb.fit(value, {fed: x, label: y}, mode=Sandblaster(history=2), steps=2)
+    (vectors,) = value.graph.attached["minimizations"].values()
+    homes = cluster._variables.held.homes
+    for each in vectors.parameters:
+        assert {piece.shard for v in each.vectors for piece in homes[v.key]} == {homes[each.parameter.key][0].shard}
+    assert len({homes[each.parameter.key][0].shard for each in vectors.parameters}) == 2
+    session = default_session(value.graph)
+    numbers = {number: number.sample for number in vectors.numbers.values()}
+    for command in ("begin", "measure", "advance", "aim", "move", "restore"):
+        step, _ = session.step_of(getattr(vectors, command), numbers)
+        placed = cluster._steps.place(step, parallel=False)
+        assert placed.undivided is None and not placed.compute.meta["homes"], command
+        by_id = step.whole.contents.by_id
+        sent = [by_id[one.value.node].outputs[one.value.index].shape for one in placed.placement.transfers]
+        assert all(shape in ((), (vectors_in(2),)) for shape in sent), command
+    step, _ = session.step_of(vectors.evaluation, {fed: x, label: y})
+    read = {*cluster._steps.place(step, parallel=True).compute.meta["homes"]}
+    assert read == {*(each.parameter.name for each in vectors.parameters), vectors.stamp.name}
+
+
+def vectors_in(history: int) -> int:
+    return 2 * history + 3
+
+
 class KilledRows:
     """Portions, of which the drawing of one kills a task."""
 
@@ -125,8 +155,18 @@ def test_a_killed_replica_changes_nothing_but_time(connect: Callable[..., Any], 
     assert apart(model, wanted) < 1e-8
 
 
-def test_a_slow_replica_changes_nothing(connect: Callable[..., Any]) -> None:
-    """A task stands still for a second and more, again and again: others do its portions, and each counts once."""
+def test_portions_of_a_slow_replica_are_lent_twice_and_count_once(
+    connect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task stands still for a second and more, again and again."""
+    copies, copied = list[StreamPiece](), Leases._copied
+
+    def seen(machine: Leases, task: int, now: float) -> StreamPiece | None:
+        found = copied(machine, task, now)
+        copies.extend([found] if found is not None else [])
+        return found
+
+    monkeypatch.setattr(Leases, "_copied", seen)
     cluster, (x, y) = connect(2), data()
     model = net()
     fed, label, value = recorded(model, entropy)
@@ -147,6 +187,7 @@ def test_a_slow_replica_changes_nothing(connect: Callable[..., Any]) -> None:
         thread.join()
     wanted, _ = by_torch(net, entropy, 6, history_size=5, line_search_fn="strong_wolfe")
     assert apart(model, wanted) < 1e-8
+    assert copies, "the other task waited for the slow one"
 
 
 def test_an_error_leaves_the_last_iteration_and_the_cluster_goes_on(connect: Callable[..., Any]) -> None:

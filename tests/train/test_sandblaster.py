@@ -16,6 +16,7 @@ from torch.optim.lbfgs import _strong_wolfe
 
 import tfnb
 from tfnb.errors import FailedPrecondition, InvalidArgument, NonFinite, TfnbError
+from tfnb.fitting.minimization import Minimization
 from tfnb.train import Sandblaster
 from tfnb.train.curvature_pairs import CurvaturePairs
 from tfnb.train.line_search import LinePoint, strong_wolfe
@@ -160,6 +161,31 @@ def test_it_goes_on_from_the_parameters_of_now_and_stops_where_nothing_is_to_be_
     assert again.steps > 0
     assert again.history[0]["loss"] > 1.01 * first.history[-1]["loss"]
     assert again.history[-1]["loss"] == pytest.approx(first.history[-1]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("moves", [9, 10])
+def test_an_interrupt_leaves_the_last_iteration(moves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind any command: also in the midst of a line search."""
+    model, (x, y) = net(), data()
+    with tfnb.record("interrupt"):
+        fed, label = tfnb.placeholder(x[:5]), tfnb.placeholder(y[:5])
+        loss = hilly(model, fed, label)
+    move, done, seen = Minimization._move, list[float](), list[float]()
+
+    def interrupted(program: Minimization, step: float) -> None:
+        move(program, step)
+        done.append(step)
+        if len(done) == moves:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Minimization, "_move", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="those of iteration"):
+        tfnb.fit(
+            loss, {fed: x, label: y}, mode=Sandblaster(), steps=50,
+            callbacks=lambda progress: seen.append(progress.values["loss"]),
+        )  # fmt: skip
+    assert float(hilly(model, x, y).detach()) == pytest.approx(seen[-1], rel=1e-12)
+    assert len(seen) < moves - 1, "a line search took more than one evaluation"
 
 
 def test_float32_parameters_train() -> None:
