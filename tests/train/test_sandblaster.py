@@ -39,6 +39,23 @@ def linear() -> nn.Module:
     return nn.Linear(4, 3).double()
 
 
+class Scaled(nn.Module):
+    """A Parameter that is a number, and one that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.scale, self.inner = nn.Parameter(torch.tensor(1.5)), nn.Linear(4, 4)
+        self.outer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(self.inner(x).tanh()).tanh() * self.scale)
+
+
+def scaled() -> nn.Module:
+    return Scaled().double()
+
+
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -98,6 +115,7 @@ PROBLEMS = [
     pytest.param(net, entropy, 5, id="net"),
     pytest.param(net, masked, 5, id="what counts of the rows"),
     pytest.param(net, hilly, 5, id="hilly"),
+    pytest.param(scaled, entropy, 5, id="a number"),
 ]
 
 

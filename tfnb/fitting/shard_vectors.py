@@ -39,7 +39,7 @@ class ParameterVectors:
             value = parameter.storage.detach()
 
             def made(name: str, *rows: int) -> Variable:
-                start = beside(value, value.new_zeros(*rows, *value.shape))
+                start = beside(value, value.new_zeros((*rows, *value.shape)))
                 return Variable(start, name=f"{parameter.name}/Sandblaster/{name}", trainable=False)
 
             def numbers(name: str, *sizes: int) -> Variable:
@@ -210,8 +210,8 @@ class _Recording:
         gradient = recorder.read(each.gradient) * self.numbers["scale"]
         step = recorder.read(each.direction) * self.numbers["step"]
         change = gradient - recorder.read(each.last)
-        new = torch.stack([step, change, gradient]).flatten(1)
-        basis = torch.cat([steps.flatten(1), changes.flatten(1), new])
+        new = _as_rows(torch.stack([step, change, gradient]))
+        basis = torch.cat([_as_rows(steps), _as_rows(changes), new])
         return {
             each.steps: steps, each.changes: changes, each.step: step, each.change: change, each.last: gradient,
             each.point: recorder.read(each.parameter) * 1.0, each.products: (new @ basis.mT).double(),
@@ -220,7 +220,7 @@ class _Recording:
     def aim(self, recorder: Recorder, each: ParameterVectors) -> dict[Variable, torch.Tensor]:
         """Make the direction of its coefficients."""
         new = [recorder.read(v).unsqueeze(0) for v in (each.step, each.change, each.last)]
-        basis = torch.cat([recorder.read(each.steps), recorder.read(each.changes), *new]).flatten(1)
+        basis = _as_rows(torch.cat([recorder.read(each.steps), recorder.read(each.changes), *new]))
         direction = (self.coefficients[basis.dtype] @ basis).reshape(each.parameter.shape)
         slope = (direction * recorder.read(each.last)).sum()
         return {each.direction: direction, each.slopes: torch.stack([slope, direction.abs().max()]).double()}
@@ -232,6 +232,11 @@ class _Recording:
             each.parameter: point + direction * self.numbers["step"],
             each.gradient: torch.zeros_like(recorder.read(each.gradient)),
         }
+
+
+def _as_rows(vectors: torch.Tensor) -> torch.Tensor:
+    """Vectors in the shape of their Parameter, which may be a number, as rows of a matrix."""
+    return vectors.reshape(vectors.shape[0], -1)
 
 
 def _begin(recorder: Recorder, each: ParameterVectors) -> dict[Variable, torch.Tensor]:
