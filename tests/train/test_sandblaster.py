@@ -267,6 +267,22 @@ def test_what_is_no_loss_over_rows_is_named_with_its_line(loss: Loss, error: typ
     assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
 
 
+def test_parameters_of_too_few_bits_are_refused_and_a_loss_without_rows_trains() -> None:
+    x = torch.randn(4, 3, dtype=torch.bfloat16)
+    with tfnb.record("half"):
+        fed = tfnb.placeholder(x)
+        loss = nn.Linear(3, 1).bfloat16()(fed).square().mean()
+    with pytest.raises(InvalidArgument, match="bfloat16"):
+        tfnb.fit(loss, {fed: x}, mode=Sandblaster())
+    w = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    with tfnb.record("fixed"):
+        point = tfnb.placeholder(torch.zeros(2, dtype=torch.float64), shape=(2,))
+        loss = (w - point).square().sum()
+    feeds = [{point: torch.tensor([4.0, 2.0])}, {point: torch.tensor([2.0, 6.0])}]
+    tfnb.fit(loss, feeds, mode=Sandblaster(), steps=9)
+    torch.testing.assert_close(w.detach(), torch.tensor([3.0, 4.0], dtype=torch.float64))
+
+
 class _Uphill(torch.autograd.Function):
     """Its gradient is that of another function."""
 

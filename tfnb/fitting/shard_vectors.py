@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tfnb.errors import InvalidArgument
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Dim, Graph, Value, Variable
 from tfnb.graph.lazy_memory import beside
@@ -102,8 +103,16 @@ def weight_of(loss: Tensor) -> tuple[Weight, Reason | None, Graph]:
 
 
 def shard_vectors(loss: Tensor, history: int) -> ShardVectors:
-    """Record the evaluation of a loss and the commands. Raises as `Optimizer.compute_gradients`."""
+    """Record the evaluation of a loss and the commands.
+
+    Raises as `Optimizer.compute_gradients`, and InvalidArgument for Parameters of too few bits, or complex ones.
+    """
     pairs = [(g, v) for g, v in Optimizer(1.0).compute_gradients(loss) if g is not None and v.shape.numel()]
+    if (odd := next((v for _, v in pairs if v.dtype not in (torch.float32, torch.float64)), None)) is not None:
+        raise InvalidArgument(
+            f"Sandblaster takes Parameters in float32 and float64, and {odd.name} is {odd.dtype}: its inner products "
+            "need more bits, or the real and the imaginary part as Parameters of their own"
+        )
     weight, _, weighted = weight_of(loss)
     parameters = tuple(ParameterVectors(variable, history) for _, variable in pairs)
     with _disable_current_modes():
