@@ -96,6 +96,7 @@ bench-cluster: $(INSTALLED) ## a step on a cluster beside plain Dask actors doin
 	$(BIN)/python -m tests.benchmarks.cluster_copies
 	$(BIN)/python -m tests.benchmarks.cluster_local
 	$(BIN)/python -m tests.benchmarks.cluster_lossy
+	$(BIN)/python -m tests.benchmarks.bench_sandblaster
 	$(BIN)/python -m tests.benchmarks.cluster_faults
 	$(BIN)/python -m tests.benchmarks.cluster_rows
 	$(BIN)/python -m tests.benchmarks.bench_parts

@@ -37,6 +37,7 @@ from tfnb.fitting.fit_options import (
     operations_of,
     watched_by,
 )  # fmt: skip
+from tfnb.fitting.minimization import minimized
 from tfnb.interrupts import handled
 from tfnb.recording import user_code_ran
 from tfnb.session import Session, default_session
@@ -52,6 +53,7 @@ from tfnb.train.batches import Batch, Batches, Data, batches, is_single_pass, na
 from tfnb.train.callbacks import Callback, Callbacks, Progress
 from tfnb.train.metrics import Metrics
 from tfnb.train.modes import TaskMode
+from tfnb.train.sandblaster import Sandblaster
 from tfnb.train.saver import Saver
 from tfnb.widgets.curve import number, svg
 
@@ -113,7 +115,7 @@ class RunResult:
 def fit(
     fetch: Fetches, data: Data, *, feeds: FeedKeys | None = None, epochs: int = 1, steps: int | None = None,
     batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Fetches | None = None,
-    validation: Data | None = None, callbacks: Callback | Sequence[Callback] = (), mode: TaskMode = "sync",
+    validation: Data | None = None, callbacks: Callback | Sequence[Callback] = (), mode: TaskMode | Mode = "sync",
     backup: int = 0, staleness: int | None = None, resume: bool | str | PathLike[str] = False,
     check: str | None = None, exact: bool | None = None, microbatches: int | Literal["auto"] | None = None,
     schedule: str | None = None, replicas: int = 1, checkpoint: str | PathLike[str] | Saver | None = None,
@@ -230,6 +232,11 @@ def fit(
     variables and the state of the optimizer as they are. In the midst of a training a callback changes it:
     ``progress.change("async")``.
 
+    `tfnb.train.Sandblaster`: minimize a loss over all rows by L-BFGS, whose vectors lie on the servers. ``fetch`` is
+    the loss itself, a step is an iteration (20 unless ``steps`` says otherwise), which callbacks are called after, and
+    ``batch_size`` the rows of a portion (256). Of the other options it takes ``feeds``, ``watch``, ``timeout`` and
+    ``progress_after``.
+
     Raises InvalidArgument or ShapeError for data that does not fit, before anything runs; DeadlineExceeded after
     ``timeout``; KeyboardInterrupt when interrupted. Variables are then at a whole number of steps.
 
@@ -244,7 +251,20 @@ def fit(
     1
     """
     __tracebackhide__ = True
-    how = mode_of(mode, backup, staleness, allow_plain_collectives, schedule, replicas)
+    if isinstance(mode, Sandblaster):
+        refused = {
+            "epochs": (epochs, 1), "validation": (validation, None), "backup": (backup, 0),
+            "staleness": (staleness, None), "resume": (resume, False), "check": (check, None), "exact": (exact, None),
+            "microbatches": (microbatches, None), "schedule": (schedule, None), "replicas": (replicas, 1),
+            "checkpoint": (checkpoint, None), "restarts": (restarts, 5), "memory_budget": (memory_budget, None),
+            "allow_plain_collectives": (allow_plain_collectives, False),
+        }  # fmt: skip
+        return minimized(
+            fit, fetch, data, mode, refused, feeds=feeds, steps=steps, batch_size=batch_size, watch=watch,
+            callbacks=callbacks, timeout=timeout, progress_after=progress_after,
+        )  # fmt: skip
+    options = backup, staleness, allow_plain_collectives, schedule, replicas
+    how = mode if isinstance(mode, Mode) else mode_of(mode, *options)  # the first of a coordinator
     exact, saver = exact_of(exact, how, microbatches), saver_of(checkpoint, checkpoint_every)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
         raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
@@ -272,7 +292,7 @@ def fit(
     source = batches(
         data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed, feeds=feeds, begin=start
     )
-    shown = front(source.total, session.graph.name)
+    shown = front(None if how.is_coordinated else source.total, session.graph.name)
     checkpoints = Checkpoints(session, saver, checkpoint_every, callbacks, start)
     run = _Run(
         Metrics(names), shown, timeout, session, Callbacks(checkpoints.callbacks), checked, start, reads, how,
@@ -283,7 +303,7 @@ def fit(
     else:
 
         def there(watched: tuple[Any, ...]) -> Taken:
-            waits = validation is not None or (run.callbacks.follow_epochs and how.is_joint)
+            waits = validation is not None or (run.callbacks.follow_epochs and (how.is_joint or how.is_coordinated))
             return _there(session, fetch, watched, source, run, check, division, by_pass=waits, exact=exact)
 
         looks = session.graph.attached.get("watch")  # of `tfnb.watch`
@@ -302,7 +322,7 @@ def fit(
         run.failed(error, is_kept=reads is not None or not isinstance(data, Iterator))
         raise
     finally:
-        session.state.settle(run.steps, is_over=run.is_over)
+        session.state.settle(run.steps, is_over=run.is_over or how.is_coordinated)
     raise KeyboardInterrupt(stopped)
 
 
@@ -615,6 +635,8 @@ class _Run:
         user_code_ran()
         self.why_over = progress.stopped or self.why_over
         if progress.changed is not None:
+            if isinstance(progress.changed[0], Sandblaster):
+                raise InvalidArgument("Sandblaster minimizes a loss in a call of its own: fit(loss, data, mode=...)")
             new = mode_of(*progress.changed)
             if self.mode.is_pipeline or new.is_pipeline:
                 raise InvalidArgument(
@@ -708,7 +730,7 @@ class _Run:
         with suppress(KeyboardInterrupt):
             self._checkpoints.end(last=self.cluster is None or not self.cluster.is_stalled)
         text = f"stopped at step {step}; variables are at step {step}"
-        if self.steps.applied.is_whole:
+        if self.steps.applied.is_whole and not self.mode.is_coordinated:
             text += "; the same call with resume=True goes on"
         self._finish(text)
         return text
@@ -718,7 +740,7 @@ class _Run:
         with suppress(KeyboardInterrupt):
             self._checkpoints.end(last=False)
         if isinstance(error, ParameterServerLost | SchedulerLost):
-            error.message += self._goes_on() if is_kept else ""
+            error.message += self._goes_on() if is_kept and not self.mode.is_coordinated else ""
         self._finish(f"failed after step {self.step}: {type(error).__name__}")
         if self.steps.is_inside:
             error.add_note(f"in step {self.step + 1} of fit; variables are at step {self.steps.applied.steps}")

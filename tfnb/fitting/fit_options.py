@@ -25,7 +25,7 @@ from tfnb.state.checkpoint_folder import newest
 from tfnb.train.batches import name_of
 from tfnb.train.modes import LocalSGD, SyncReplicas, TaskMode
 
-LATER = ("downpour", "sandblaster")
+LATER = ("downpour",)
 
 
 def watched_by(watch: Fetches | None, fetch: Fetches, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -244,7 +244,8 @@ def mode_of(
         near = difflib.get_close_matches(mode, [*MODES, *LATER], 1)
         nearest = f"; near: {near[0]!r}" if near else ""
         raise InvalidArgument(
-            f"unknown mode {mode!r}{nearest}; there are: {', '.join(MODES)}, tfnb.train.LocalSGD and SyncReplicas"
+            f"unknown mode {mode!r}{nearest}; there are: {', '.join(MODES)}, tfnb.train.LocalSGD, Sandblaster "
+            "and SyncReplicas"
         )
     if isinstance(backup, bool) or not isinstance(backup, int) or backup < 0:
         raise InvalidArgument(f"backup is the number of spare tasks, an int of at least 0, not {backup!r}")

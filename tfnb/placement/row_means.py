@@ -118,11 +118,11 @@ def probe(step: StepGraph, homes: Homes) -> MeansProbe | None:
         return None
     places = cut.fetches[len(cut.fetches) - len(numbers) :]
     known = [(number, at) for number, at in zip(numbers, places, strict=True) if at is not None]
-    norms = tuple(inner for node in cut.compute.nodes for inner in (node, *nested(node)) if _mixes(inner))
+    norms = tuple(inner for node in cut.compute.nodes for inner in (node, *nested(node)) if mixes_rows(inner))
     nodes = [map_nodes(_held, node) for node in cut.compute.nodes]
     inside = next((node for node in nodes if any(inner.stream is not None for inner in nested(node))), None)
     why_not = "" if inside is None else f"{inside.name} draws random numbers inside"
-    if any(_mixes(inner) for node in nodes for inner in (node, *nested(node))):
+    if any(mixes_rows(inner) for node in nodes for inner in (node, *nested(node))):
         why_not = "batch norm without running statistics has none but those of its rows"
     graph = cut.compute.derive(Contents(tuple(nodes)))
     drawn = tuple(node.value(i) for node in nodes if node.stream is not None for i in range(len(node.outputs)))
@@ -171,7 +171,7 @@ def _numbers(
             numbers += [
                 v for v in values
                 if not _has_rows(spec := node.outputs[v.index], rows) and (flows(spec.dtype) or v in fetched)
-                and not _mixes(node)
+                and not mixes_rows(node)
             ]  # fmt: skip
     numbers = [value for value in numbers if weights.values.get(value, ROWS) is not None]
     watched = tuple(value for value in fetched if value in numbers)
@@ -189,7 +189,7 @@ def _symbols(size: int | Dim) -> set[str]:
 # -- what is held -------------------------------------------------------------------------------------------------
 
 
-def _mixes(node: Node) -> bool:
+def mixes_rows(node: Node) -> bool:
     """Whether a batch norm uses the statistics of its batch; an instance norm uses statistics of single rows."""
     if node.op not in _NORMS or node.attrs.get("training") is False:
         return False
@@ -200,7 +200,7 @@ def _held(node: Node) -> Node:
     """The node with dropout switched off, and with batch norm on running statistics."""
     if node.op == _DROPOUT:
         return replace(node, attrs={**node.attrs, "train": False}, stream=None)
-    if _mixes(node) and node.attrs.get("running_mean") is not None:
+    if mixes_rows(node) and node.attrs.get("running_mean") is not None:
         return replace(node, op=_NORM, attrs={**node.attrs, "training": False})
     is_back = node.op == _NORM_BACK and node.attrs["train"] and node.attrs["running_mean"] is not None
     if is_back and all(isinstance(size, int) for spec in node.outputs for size in _channels(spec)):

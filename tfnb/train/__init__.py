@@ -3,6 +3,7 @@
 `optimizer` is what every optimizer does. `update_rules` defines each of torch once; `ftrl` and `lbfgs` are user code.
 `from_torch` gives a torch optimizer its rule, over torch's own state. `schedules` are rates that steps change, and
 `averages` follow variables. `saver` keeps checkpoints. `batches`, `metrics`, `callbacks` and `modes` are for loops.
+`sandblaster` has the options of L-BFGS over all rows, with its numbers in `curvature_pairs` and `line_search`.
 """
 
 from tfnb.train.averages import ExponentialMovingAverage
@@ -12,6 +13,7 @@ from tfnb.train.ftrl import Ftrl
 from tfnb.train.lbfgs import LBFGS
 from tfnb.train.modes import LocalSGD, SyncReplicas
 from tfnb.train.optimizer import Optimizer
+from tfnb.train.sandblaster import Sandblaster
 from tfnb.train.saver import Saver
 from tfnb.train.schedules import (
     cosine_decay,
@@ -26,7 +28,8 @@ from tfnb.train.update_rules import SGD, Adadelta, Adagrad, Adam, AdamW, LazyAda
 
 __all__ = [
     "LBFGS", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "EarlyStopping", "ExponentialMovingAverage", "Ftrl",
-    "LazyAdam", "LocalSGD", "Momentum", "Nesterov", "Optimizer", "Progress", "RMSProp", "Saver", "SyncReplicas",
+    "LazyAdam", "LocalSGD", "Momentum", "Nesterov", "Optimizer", "Progress", "RMSProp", "Sandblaster", "Saver",
+    "SyncReplicas",
     "cosine_decay", "exponential_decay", "from_torch", "inverse_time_decay", "natural_exp_decay",
     "piecewise_constant", "polynomial_decay", "warmup",
 ]  # fmt: skip

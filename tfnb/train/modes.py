@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tfnb.errors import InvalidArgument
+from tfnb.train.sandblaster import Sandblaster
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +78,4 @@ class LocalSGD:
             )
 
 
-TaskMode = str | SyncReplicas | LocalSGD  # the ``mode`` of `tfnb.fit`
+TaskMode = str | SyncReplicas | LocalSGD | Sandblaster  # the ``mode`` of `tfnb.fit`

@@ -246,6 +246,46 @@ def test_training_without_a_task_waits_for_one():
     assert play(machine, e.Tick(), now=100.0) == []
 
 
+def test_a_late_piece_is_lent_to_an_idle_task_as_well_and_the_first_of_both_counts():
+    machine = leases(lends_twice=True)
+    slow, quick = play(machine, Offer("abcd"), Offer("xy"))
+    assert play(machine, PieceProgress(1, quick.piece.number, 2), now=0.2)[1:] == []
+    assert play(machine, e.Tick(), now=0.3) == [], "it may take twice as long as others did"
+    play(machine, PieceProgress(0, slow.piece.number, 1), now=0.4)
+    (copy,) = play(machine, e.Tick(), now=2.0)
+    assert (copy.task, copy.piece.steps, copy.piece.first) == (1, "bcd", slow.piece.first + 1)
+    assert copy.piece.stream == slow.piece.stream, "under the same numbers, so that a server applies each once"
+    assert play(machine, e.Tick(), now=9.0) == [], "there is one copy"
+    assert play(machine, PieceProgress(1, copy.piece.number, 1), now=9.0) == [Report(copy.piece.number, 0, 1, (1,))]
+    late = play(machine, PieceProgress(0, slow.piece.number, 3), now=9.1)
+    assert late == [Report(slow.piece.number, 2, 3, (0,))], "its second step was reported"
+    told = play(machine, PieceProgress(1, copy.piece.number, 3), now=9.2)
+    assert told == [Report(copy.piece.number, 2, 3, (1,)), StopLoop(0)]
+    assert not machine.is_idle and machine.takers == [1, 1], "the slow task is waited for, and gets nothing new"
+    assert play(machine, PieceProgress(0, slow.piece.number, 4)) == []
+    assert play(machine, LoopEnd(0)) == [] and machine.is_idle
+    assert given_to(play(machine, Offer("pq", 0))) == [(0, ["p", "q"])]
+
+
+def test_of_a_piece_with_a_copy_one_is_enough():
+    for lost in (0, 1):
+        machine = leases(lends_twice=True)
+        slow, quick = play(machine, Offer("ab"), Offer("xy"))
+        play(machine, PieceProgress(1, quick.piece.number, 2))
+        (copy,) = play(machine, e.Tick(), now=5.0)
+        pieces = {0: slow.piece, 1: copy.piece}
+        assert play(machine, e.TaskLoss(lost), now=5.0) == [], "the other one has it"
+        told = play(machine, PieceProgress(1 - lost, pieces[1 - lost].number, 2), now=6.0)
+        assert told == [Report(pieces[1 - lost].number, 0, 2, (1 - lost,))] and machine.is_idle
+
+
+def test_no_copies_unless_asked_for():
+    machine = leases()
+    _, quick = play(machine, Offer("ab"), Offer("xy"))
+    play(machine, PieceProgress(1, quick.piece.number, 2))
+    assert play(machine, e.Tick(), now=20.0) == []
+
+
 class World:
     """Tasks that apply steps on shards, one shard after the other, as the machine tells them."""
 
@@ -320,7 +360,8 @@ def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  #
     tasks = list(range(data.draw(st.integers(0, 3))))
     total = data.draw(st.integers(0, 12))
     patience = data.draw(st.sampled_from([0.0, 20.0]))
-    machine = Leases(list(tasks), shards, itertools.count(1), deadline=50.0, patience=patience)
+    about = {"deadline": 50.0, "patience": patience, "lends_twice": data.draw(st.booleans())}
+    machine = Leases(list(tasks), shards, itertools.count(1), **about)
     world = World(machine, tasks, shards)
     offered = 0
     world.feed(e.Start())
@@ -364,6 +405,11 @@ def test_c61_each_step_is_applied_once_and_counted_exactly_under_kills(data):  #
             world.alive.add(tasks[-1])
             world.lines[tasks[-1]] = []
             world.feed(e.TaskJoin(tasks[-1]))
+        elif world.stopping - world.alive:
+            world.stopping &= world.alive
+        elif idle := sorted(task for task in world.stopping if not world.lines[task]):
+            world.stopping.discard(idle[0])
+            world.feed(LoopEnd(idle[0]))
         elif busy := sorted(task for task in world.alive if world.lines[task]):
             task = data.draw(st.sampled_from(busy))
             piece = world.lines[task][0]

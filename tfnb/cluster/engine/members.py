@@ -163,6 +163,7 @@ class Mode(NamedTuple):
     is_plain: bool = False  # whether ranks may sum in plain text on a cluster that encrypts
     schedule: str = ""
     pipelines: int = 1
+    is_coordinated: bool = False  # whether the notebook holds no values meanwhile: it acts where tasks stand still
     every: int = 0  # steps of a rank between two meetings, where it takes them on its own; 0: it sums each step
 
     @property

@@ -134,7 +134,7 @@ class Training:
                 sizes_of = a.PieceSizes(unit=max(1, mode.every))
                 self.machine = r.Ranks(*about, patience=self._patience, base=self.steps, sizes=sizes_of)
             case _:
-                self.machine = a.Leases(*about, self._patience)
+                self.machine = a.Leases(*about, self._patience, lends_twice=mode.is_coordinated)
 
     # -- what the engine asks for -------------------------------------------------------------------------------
 

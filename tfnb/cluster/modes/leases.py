@@ -2,9 +2,10 @@
 
 `Leases` lends each task pieces of training ahead of need, two at a time. A piece is a run of steps under one stream of
 operation numbers; a piece whose task is gone is lent again, from where it was last heard of, under the same numbers, so
-that a server applies each step once. Training ends, and can be held, at a cut: every step is then applied on all
-servers or on none. No clock, socket, thread or Dask: time arrives as an argument, and `training` carries out what is
-said here. Steps themselves are opaque: a sequence of them, cut by slices.
+that a server applies each step once. Where tasks are idle while another is slow (``lends_twice``), they get copies of
+its pieces: of each step the first of both counts. Training ends, and can be held, at a cut: every step is then applied
+on all servers or on none. No clock, socket, thread or Dask: time arrives as an argument, and `training` carries out
+what is said here. Steps themselves are opaque: a sequence of them, cut by slices.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ AHEAD = 2  # pieces that a task has at a time
 SECONDS = 0.5  # that a piece should take
 LARGEST = 256  # steps of a piece: what a task has at a time lies within the window of a ledger
 SMALLEST = 1
+SLOW, LEAST = 2.0, 0.25  # times what pieces took lately, and seconds, after which a piece counts as late
 
 
 @dataclass
 class StreamPiece:
     """Steps ``first`` and following of a stream. ``done``: the number reported as done to the notebook.
 
-    ``is_again``: a task was lost over it, so that some servers may have applied some of the rest. ``lost``: tasks that
-    died over its next step, one of each attempt.
+    ``is_again``: another task had it, so that some servers may have applied some of the rest. ``lost``: tasks that
+    died over its next step, one of each attempt. ``told``: of a piece with a copy, the number that either has done.
     """
 
     number: int
@@ -39,6 +41,7 @@ class StreamPiece:
     done: int = 0
     is_again: bool = False
     lost: tuple[int, ...] = ()
+    told: int = 0
 
     @property
     def count(self) -> int:
@@ -52,10 +55,9 @@ class StreamPiece:
 
     def rest(self, number: int) -> StreamPiece:
         """The steps not done, as a piece with another number."""
-        lost = () if self.done else self.lost
-        return StreamPiece(
-            number, self.stream, self.first + self.done, self.steps[self.done :], is_again=True, lost=lost
-        )
+        done = max(self.done, self.told)
+        lost = () if done else self.lost
+        return StreamPiece(number, self.stream, self.first + done, self.steps[done:], is_again=True, lost=lost)
 
 
 # -- events, beside the shared ones ---------------------------------------------------------------------------
@@ -199,7 +201,9 @@ class PieceSizes:
 class Leases:
     """Asynchronous training: each task works on pieces of its own.
 
-    ``patience``: seconds that training without any task waits for one; a silent task is waited for.
+    ``patience``: seconds that training without any task waits for one; a silent task is waited for. ``lends_twice``:
+    whether idle tasks get copies of late pieces; a task whose piece another one has done first ends its loop, and
+    begins anew, so that it stands at the end of a pass.
     States: planned; open; closing (loops end, what is in doubt is found out and completed); counting; over.
     """
 
@@ -223,12 +227,15 @@ class Leases:
     streams: dict[int, list[int]] = field(default_factory=dict)  # task -> its stream, and the next operation of it
     began: dict[int, float] = field(default_factory=dict)  # task -> when its piece began
     lent: int = 0  # pieces that tasks have
-    room: dict[int, None] = field(init=False)  # tasks with fewer than `AHEAD` of them
+    room: dict[int, None] = field(init=False)  # tasks with fewer than `AHEAD` of them, but those in `stopping`
     is_ended: bool = False  # there are no more steps
     is_hold_wanted: bool = False
     is_held: bool = False
     paused: set[int] = field(default_factory=set)
     told: set[int] = field(default_factory=set)  # tasks that were told to pause
+    lends_twice: bool = False
+    twins: dict[int, int] = field(default_factory=dict)  # a piece's number -> that of its copy, and back
+    stopping: set[int] = field(default_factory=set)  # tasks that another one has overtaken, until their loops end
 
     def __post_init__(self) -> None:
         self.room = dict.fromkeys(self.tasks)
@@ -251,7 +258,7 @@ class Leases:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is lent or waits to be."""
-        return not (self.lent or self.again or self.offered)
+        return not (self.lent or self.again or self.offered or self.stopping)
 
     @property
     def parts(self) -> int:
@@ -272,8 +279,12 @@ class Leases:
                 return self._next(now)
             case "open" | "closing", PieceProgress(task, number, done):
                 return [*self._progress(task, number, done, now), *self._next(now)]
-            case "open" | "closing", LoopFailure(task, failure, is_fatal) if self.out.get(task):
+            case "open" | "closing", LoopFailure(task, failure, is_fatal) if self._has_loop(task):
                 return self._broken(task, failure, is_fatal, now)
+            case "open", LoopEnd(task) if task in self.stopping:
+                self.stopping.discard(task)
+                self._return(task)
+                return self._next(now)
             case "closing", LoopEnd(task):
                 self._drop(task)
                 return self._next(now)
@@ -305,6 +316,8 @@ class Leases:
                 return self._close(e.TasksLost())
             case "open" | "closing", e.Tick() if now >= self.deadline and self.cause is None:
                 return self._close(e.TimedOut())
+            case "open", e.Tick() if self.lends_twice:
+                return self._next(now)
             case "counting", AppliedCounts(shards):
                 return self._counted(shards, now)
             case "open" | "closing" | "counting", e.ShardLost(shard):
@@ -319,7 +332,7 @@ class Leases:
             return self._closing()
         if self.is_held:
             return []
-        if self.is_hold_wanted and not self._is_unsure:
+        if self.is_hold_wanted and not self._is_unsure and not self.stopping:
             return self._hold()
         given = self._handed_out(now)
         return self._close(None) if self.is_ended and self.is_idle else given
@@ -327,15 +340,20 @@ class Leases:
     def _handed_out(self, now: float) -> list[Instruction]:
         """Pieces for tasks that have room, as far as there are some. Every report of every task comes by here."""
         given: list[Instruction] = []
-        if not (self.again or self.offered):
-            return given
         first = self.offered[0].task if len(self.offered) == 1 and not self.again else None
         tasks = tuple(self.room) if first is None or first not in self.room else (first,)
-        for had in range(AHEAD):  # who has least comes first
+        for had in range(AHEAD) if self.again or self.offered else ():  # who has least comes first
             for task in tasks:
                 if len(self.out.get(task, ())) == had and (piece := self._taken(task)) is not None:
                     given.append(self._give(task, piece, now))
+        for task in tuple(self.room) if self.lends_twice else ():
+            if (piece := self._copied(task, now)) is not None:
+                given.append(self._give(task, piece, now))
         return given
+
+    def _has_loop(self, task: int) -> bool:
+        """Whether a task works on pieces, or is to end its loop."""
+        return bool(self.out.get(task)) or task in self.stopping
 
     @property
     def _is_unsure(self) -> bool:
@@ -372,15 +390,62 @@ class Leases:
         piece = next((piece for piece in self.out.get(task, ()) if piece.number == number), None)
         if piece is None or done <= piece.done:
             return []
-        report = Report(number, piece.done, done, (task,))
-        piece.done, self.missed = done, 0
+        start, piece.done, self.missed = max(piece.done, piece.told), done, 0
+        told: list[Instruction] = [Report(number, start, done, (task,))] if done > start else []
+        twin = self._twin(piece)
+        if twin is not None:
+            twin[1].told = max(twin[1].told, piece.first + done - twin[1].first)
         if done == piece.count:
             self.out[task].remove(piece)
             self.lent -= 1
-            self.room[task] = None
+            if task not in self.stopping:
+                self.room[task] = None
             self.sizes.took(now - self.began.get(task, now), piece.count)
             self.began[task] = now
-        return [report]
+            return told if twin is None else [*told, *self._overtake(*twin)]
+        return told
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def _copied(self, task: int, now: float) -> StreamPiece | None:
+        """A copy of the last piece of the latest task, for one that would be idle; None where no piece is late."""
+        if not self.lends_twice or self.out.get(task) or self.again or self.offered:
+            return None
+        late = [
+            (self.began.get(other, now), other) for other, pieces in self.out.items()
+            if any(piece.number not in self.twins for piece in pieces) and self._is_late(other, pieces[0], now)
+        ]  # fmt: skip
+        if not late:
+            return None
+        piece = next(p for p in reversed(self.out[min(late)[1]]) if p.number not in self.twins)
+        copy, piece.is_again = piece.rest(next(self.numbers)), True
+        self.twins |= {piece.number: copy.number, copy.number: piece.number}
+        return copy
+
+    def _is_late(self, task: int, piece: StreamPiece, now: float) -> bool:
+        return now - self.began.get(task, now) > max(LEAST, SLOW * self.sizes.seconds * piece.count)
+
+    def _twin(self, piece: StreamPiece) -> tuple[int, StreamPiece] | None:
+        """The other of a piece and its copy, with the task that has it."""
+        number = self.twins.get(piece.number)
+        return next(((task, p) for task, pieces in self.out.items() for p in pieces if p.number == number), None)
+
+    def _part(self, piece: StreamPiece) -> bool:
+        """Forget that a piece has a copy; returns whether another task still has the other one."""
+        is_there = self._twin(piece) is not None
+        self.twins.pop(self.twins.pop(piece.number, 0), None)
+        return is_there
+
+    def _overtake(self, task: int, piece: StreamPiece) -> list[Instruction]:
+        """Another task was first: this one ends its loop, and what else it has is lent again."""
+        self._part(piece)
+        self.out[task].remove(piece)
+        self.lent -= 1
+        if task in self.stopping or self.state != "open":
+            return []
+        self.stopping.add(task)
+        self.room.pop(task, None)
+        return [StopLoop(task)]
 
     # -- holds --------------------------------------------------------------------------------------------------------
 
@@ -407,6 +472,7 @@ class Leases:
 
     def _lose(self, task: int, is_silent: bool, now: float) -> list[Instruction]:
         self.tasks.remove(task)
+        self.stopping.discard(task)
         if is_silent:
             self.patience = max(self.patience, GIVEN_UP)
         self.told.discard(task)
@@ -427,6 +493,7 @@ class Leases:
     def _broken(self, task: int, failure: Failure, is_fatal: bool, now: float) -> list[Instruction]:
         self.told.discard(task)
         self.paused.discard(task)
+        self.stopping.discard(task)
         self._return(task)
         self.missed += 1
         if is_fatal or self.missed > RETRIES * max(1, len(self.tasks)):
@@ -445,11 +512,11 @@ class Leases:
         return rest
 
     def _recalled(self, task: int) -> Sequence[StreamPiece]:
-        """The pieces of a task, which has none from now on."""
-        pieces = self.out.pop(task, ())
-        self.lent -= len(pieces)
+        """The pieces of a task, which has none from now on, but those that another task has as well."""
+        left = [piece for piece in self.out.get(task, ()) if not self._part(piece)]
+        self.lent -= len(self.out.pop(task, ()))
         self.room[task] = None
-        return pieces
+        return left
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

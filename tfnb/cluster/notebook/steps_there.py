@@ -330,7 +330,7 @@ class Steps:
         names = _ensure_summed(step, placed, how, is_taken=not is_stepwise)
         if names and not is_stepwise and tasks > 1 and not placed.tasks:
             warnings.warn(_apart(names, how, how.is_joint), stacklevel=user_level(None))
-        if self._variables.held.stale or self._queues.lacks_copies:
+        if (self._variables.held.stale or self._queues.lacks_copies) and not how.is_coordinated:
             self._show()  # should a server be lost, training goes on from what is here
         seen.now = applied.copy
         steps = (
@@ -354,10 +354,10 @@ class Steps:
                     yield group._replace(values=group.values[: len(step.fetches)])  # without totals of weights
                     if group.steps:  # where tasks stand still, storages show it, and what is written here goes there
                         self._variables.send_leading(step.variables)  # a callback set a rate: for the next steps
-                        self._variables.refresh()
+                        self._variables.refresh(pulls=not how.is_coordinated)
             finally:
                 steps.close()
-            self._show()
+            self._show(step, how)
             is_shown = True
         finally:
             self._variables.training.remove(written)
@@ -370,7 +370,7 @@ class Steps:
                     text = f"the values stay on the servers until Cluster.pull(): {who} does not answer"
                     warnings.warn(text, stacklevel=user_level(None))
                 else:
-                    self._show()
+                    self._show(step, how)
 
     def _is_exact(
         self, step: StepGraph, placed: PlacedStep, how: Mode, source: Ahead | Iterable[StepFeeds | None],
@@ -640,7 +640,8 @@ class Steps:
                     offers = []
                     if pieces.stands and training.end is None:
                         pieces.stands = False
-                        self._show()
+                        if not mode.is_coordinated:
+                            self._show()
                         yield STANDS
                         self._variables.send_for_step(step.variables)
                         continue
@@ -709,13 +710,20 @@ class Steps:
             self._placed.clear()
         return homes
 
-    def _show(self) -> None:
-        """Send local writes and pull at the end of a training; local writes to outdated copies stay."""
+    def _show(self, step: StepGraph | None = None, mode: Mode | None = None) -> None:
+        """Send local writes and pull at the end of a training; local writes to outdated copies stay.
+
+        Of a coordinated training only what its step uses comes home: vectors of its coordinator stay on the servers.
+        """
         if self._engine.is_closing:  # another thread closes it, which brings the values home
             return
         self._waiting.ensure_open()
         self._variables.drop_gone()
-        self._variables.pull(self._variables.sent_but_behind())
+        held, some = self._variables.held, None
+        if step is not None and mode is not None and mode.is_coordinated:
+            some = set(step.variables)
+        others = [] if some is None else [variable for variable in held.variables if variable not in some]
+        self._variables.pull([*self._variables.sent_but_behind(), *others])
 
 
 def _ensure_summed(step: StepGraph, placed: PlacedStep, mode: Mode, *, is_taken: bool) -> tuple[str, ...]:

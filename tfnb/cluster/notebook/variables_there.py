@@ -334,15 +334,17 @@ class VariablesThere:
         """The next `refresh` pulls at once."""
         self._due = 0.0
 
-    def refresh(self) -> None:
+    def refresh(self, *, pulls: bool = True) -> None:
         """A copy held by other processes, and a pull, now and then while training, for the loss of a server.
+
+        pulls: whether the notebook has a copy, too.
 
         While queues lie on servers the copy is the pulled one: it is of the same step as the queues' contents here.
         What was written here stays: it is sent later, or refused.
         """
         if self._queues is None or not self._queues.are_copied:
             self.safety.refresh(REFRESH)
-        if time.monotonic() > self._due:
+        if pulls and time.monotonic() > self._due:
             self.renew()
 
     def renew(self) -> None:
