@@ -215,7 +215,8 @@ def fit(
     the servers, and makes the same update; a learning rate that a callback sets holds from the next piece of steps,
     half a second, on. It goes on with the ranks that are left, or join. Its sums are not encrypted: a cluster
     with TLS takes it with ``allow_plain_collectives=True`` only. `tfnb.train.LocalSGD`: ranks that take steps on their
-    own, and average their Variables after so many. ``"pipeline"``: the nodes of a step that ask for a
+    own, and average their Variables after so many. `tfnb.train.Downpour`: asynchronous tasks that push sums of
+    gradients, and fetch Parameters, after so many steps. ``"pipeline"``: the nodes of a step that ask for a
     task, `tfnb.device`, are a stage there; values go from stage to stage for one of the ``microbatches`` after the
     other, and the Variables have the bits of the same call in this process. schedule: ``"1f1b"``, where stage s of S
     works on S - s microbatches at a time, the least of them first, and holds the activations of no more; ``"gpipe"``

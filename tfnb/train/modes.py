@@ -61,8 +61,7 @@ class LocalSGD:
     A task that is lost costs the steps since the last meeting: they are dropped, and taken again by the tasks that are
     left, so that each row counts once. Checkpoints, callbacks and other readers see the values of meetings.
 
-    The method is local SGD (Stich, 2019); DistBelief's Downpour with as many steps between a fetch and a push meets at
-    servers instead.
+    The method is local SGD (Stich, 2019); tasks of `Downpour` meet at servers instead, each at a time of its own.
 
     >>> LocalSGD(50).every
     50
@@ -77,4 +76,47 @@ class LocalSGD:
             )
 
 
-TaskMode = str | SyncReplicas | LocalSGD  # the ``mode`` of `tfnb.fit`
+@dataclass(frozen=True, slots=True)
+class Downpour:
+    """Asynchronous tasks that train on copies of their own, and meet the parameter servers now and then.
+
+    Each step is a whole batch of one task. A task adds up the gradients of its steps and pushes the sum after every
+    ``n_push`` of them; the servers take it as one step of the recorded optimizer. After every ``n_fetch`` steps it
+    fetches the Parameters, and all else that gradients read. In between, a local step applies the gradient of each
+    step to the task's copy, by the same optimizer and its rate; the next fetch replaces the copy.
+    ``Downpour(1, 1)`` applies what ``mode="async"`` applies, bit for bit.
+
+    The servers' optimizer slots count: Adagrad divides by the gradients that all tasks have pushed. For its local steps
+    a task has slots of its own. They begin with the servers' values where the task begins, or goes on after it stood
+    still for a checkpoint or another reader; they are neither fetched nor pushed. Schedules and step counters
+    on the servers count pushes. Of what a step writes along no gradient, such as running statistics of batch norm,
+    servers take that of the last step of a push.
+
+    A push counts once. The last one of a pass, or of batches that are drawn here, may have fewer steps. A task that is
+    lost costs the steps that it has not pushed: the other tasks take them again. Tasks stand still, and end, where
+    nothing is unpushed, so a checkpoint holds whole pushes, and ``resume=`` takes the steps that are left.
+
+    warm_start: the first steps of a training, taken by one task before the others begin, in whole pushes.
+
+    The method is Downpour SGD of DistBelief (Dean et al., 2012), where the first push is made after the first step.
+
+    >>> Downpour(n_fetch=5, n_push=5, warm_start=100).n_push
+    5
+    """
+
+    n_fetch: int = 1
+    n_push: int = 1
+    warm_start: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, text in (
+            ("n_fetch", 1, "the number of steps between two fetches of the Parameters"),
+            ("n_push", 1, "the number of steps whose gradients are pushed together"),
+            ("warm_start", 0, "the number of steps that one task takes before the others begin"),
+        ):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < least:
+                raise InvalidArgument(f"Downpour: {name} is {text}, an int of at least {least}, not {count!r}")
+
+
+TaskMode = str | SyncReplicas | LocalSGD | Downpour  # the ``mode`` of `tfnb.fit`

@@ -122,7 +122,7 @@ class Training:
     def _take(self, mode: Mode, tasks: list[int]) -> None:
         """The policy of a mode, from the next step on."""
         self._staleness = mode.staleness if mode.name == "bounded" else None
-        self._every = mode.every
+        self._mode = mode
         about = (tasks, self.placed.writes, self._pieces, self._deadline)
         least = 1 if mode.elastic else mode.required
         self.machine: Machine
@@ -134,7 +134,8 @@ class Training:
                 sizes_of = a.PieceSizes(unit=max(1, mode.every))
                 self.machine = r.Ranks(*about, patience=self._patience, base=self.steps, sizes=sizes_of)
             case _:
-                self.machine = a.Leases(*about, self._patience)
+                warm, sizes_of = max(0, mode.warm_start - len(self._applied_steps)), a.PieceSizes(unit=mode.n_push)
+                self.machine = a.Leases(*about, self._patience, n_push=mode.n_push, warm_start=warm, sizes=sizes_of)
 
     # -- what the engine asks for -------------------------------------------------------------------------------
 
@@ -462,7 +463,8 @@ class Training:
             "part": part, "shards": list(self.placed.writes),
             "number": piece.number, "stream": self._stream(piece.stream), "first": piece.first, "count": piece.count,
             "staleness": self._staleness, "order": None, "steps": None, "run": 0, "meeting": None,
-            "every": self._every,
+            "every": self._mode.every, "n_fetch": self._mode.n_fetch, "n_push": self._mode.n_push,
+            "updates": [[shard, plan.id] for shard, plan in self._updates.items()],
         }  # fmt: skip
         self._steps_of[piece.number] = self._step_numbers(piece.steps)
         if isinstance(self.data, Ahead):
@@ -510,7 +512,7 @@ class Training:
                 await self._register(member)
                 await self._load(member)
                 if isinstance(self.machine, r.Ranks):
-                    meta |= await self._meeting(self.machine, meta["part"])
+                    meta["meeting"] = await self._meeting(self.machine, meta["part"])
                 answer: Outcome = await self._asked(member, "lend", meta, tensors)
             except NotDone as failure:
                 answer = failure.outcome
@@ -671,25 +673,24 @@ class Training:
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     async def _register(self, member: Member) -> None:
-        """Register the plans with a task and the servers, and the servers' plans with a rank."""
+        """Register the plans with a task and the servers."""
         await self.engine.register(self.placed, member)
-        if self.has_ranks:
-            await self.engine.register_updates(self._updates, member)
+        await self.engine.register_updates(self._updates, member)
 
     @property
     def _updates(self) -> dict[int, Plan]:
-        """The servers' plans, converted for ranks."""
-        return {shard: as_update(plan) for shard, plan in self.placed.servers.items()}
+        """The servers' plans, for tasks that make updates on copies of their own; none for other tasks."""
+        plans = self.placed.servers if self._mode.has_copies else {}
+        return {shard: as_update(plan) for shard, plan in plans.items()}
 
-    async def _meeting(self, machine: r.Ranks, part: tuple[int, int, int]) -> dict[str, Any]:
+    async def _meeting(self, machine: r.Ranks, part: tuple[int, int, int]) -> list[Any]:
         """The rendezvous of a rank: address of the first rank, rank and size; one rendezvous for each generation."""
         rank, size, _ = part
         if machine.first not in self._meetings:
             first, name = self.engine.tasks[machine.members[0]], f"{self._name}/{machine.first}"
             self._meetings = {machine.first: asyncio.create_task(self._meet(first, name))}
         answer = await asyncio.shield(self._meetings[machine.first])
-        meeting = [answer.meta["name"], answer.meta["host"], answer.meta["port"], rank, size]
-        return {"meeting": meeting, "updates": [[shard, plan.id] for shard, plan in self._updates.items()]}
+        return [answer.meta["name"], answer.meta["host"], answer.meta["port"], rank, size]
 
     async def _meet(self, first: Member, name: str) -> Ok:
         answer = await self._asked(first, "meet", {"name": name, "loop": "", "seen": 0}, ())

@@ -1,17 +1,17 @@
 """Asynchronous training as a pure machine: pieces of a training are leased to tasks that loop by themselves.
 
 `Leases` lends each task pieces of training ahead of need, two at a time. A piece is a run of steps under one stream of
-operation numbers; a piece whose task is gone is lent again, from where it was last heard of, under the same numbers, so
-that a server applies each step once. Training ends, and can be held, at a cut: every step is then applied on all
-servers or on none. No clock, socket, thread or Dask: time arrives as an argument, and `training` carries out what is
-said here. Steps themselves are opaque: a sequence of them, cut by slices.
+operation numbers, one for each push; a piece whose task is gone is lent again, from where it was last heard of, under
+the same numbers, so that a server applies each push once. Training ends, and can be held, at a cut: every step is then
+applied on all servers or on none. No clock, socket, thread or Dask: time arrives as an argument, and `training` carries
+out what is said here. Steps themselves are opaque: a sequence of them, cut by slices.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from tfnb.cluster.modes import events as e
@@ -26,8 +26,9 @@ SMALLEST = 1
 
 @dataclass
 class StreamPiece:
-    """Steps ``first`` and following of a stream. ``done``: the number reported as done to the notebook.
+    """Steps that are pushed as operations ``first`` and following of a stream, ``n_push`` steps at a time.
 
+    The last push of a piece may have fewer. ``done``: the number of steps reported as done to the notebook.
     ``is_again``: a task was lost over it, so that some servers may have applied some of the rest. ``lost``: tasks that
     died over its next step, one of each attempt.
     """
@@ -39,6 +40,7 @@ class StreamPiece:
     done: int = 0
     is_again: bool = False
     lost: tuple[int, ...] = ()
+    n_push: int = 1
 
     @property
     def count(self) -> int:
@@ -47,15 +49,18 @@ class StreamPiece:
 
     @property
     def operations(self) -> list[tuple[int, int]]:
-        """Stream and operation number of each step."""
-        return [(self.stream, self.first + at) for at in range(self.count)]
+        """Stream and operation number of each push."""
+        return [(self.stream, self.first + at) for at in range(-(-self.count // self.n_push))]
+
+    def pushed_by(self, at: int) -> range:
+        """The steps of a push, by the place of its operation."""
+        return range(at * self.n_push, min((at + 1) * self.n_push, self.count))
 
     def rest(self, number: int) -> StreamPiece:
         """The steps not done, as a piece with another number."""
-        lost = () if self.done else self.lost
-        return StreamPiece(
-            number, self.stream, self.first + self.done, self.steps[self.done :], is_again=True, lost=lost
-        )
+        lost, pushes = () if self.done else self.lost, self.done // self.n_push
+        steps = self.steps[self.done :]
+        return replace(self, number=number, first=self.first + pushes, steps=steps, done=0, is_again=True, lost=lost)
 
 
 # -- events, beside the shared ones ---------------------------------------------------------------------------
@@ -99,7 +104,7 @@ class TaskPause(NamedTuple):
 
 
 class AppliedCounts(NamedTuple):
-    """For each step in doubt, by stream and operation number, the shards that applied it."""
+    """For each push in doubt, by stream and operation number, the shards that applied it."""
 
     shards: Mapping[tuple[int, int], Collection[int]]
 
@@ -199,7 +204,8 @@ class PieceSizes:
 class Leases:
     """Asynchronous training: each task works on pieces of its own.
 
-    ``patience``: seconds that training without any task waits for one; a silent task is waited for.
+    ``patience``: seconds that training without any task waits for one; a silent task is waited for. ``n_push``: steps
+    that a task pushes together. ``warm_start``: steps that one task takes, and servers apply, before the others begin.
     States: planned; open; closing (loops end, what is in doubt is found out and completed); counting; over.
     """
 
@@ -211,6 +217,10 @@ class Leases:
     until: float = float("inf")  # it waits for a task
     state: str = "planned"
     cause: e.Cause | None = None
+    n_push: int = 1
+    warm_start: int = 0
+    offers: int = 0  # steps that were offered
+    applied: int = 0  # steps that tasks have reported as applied
     sizes: PieceSizes = field(default_factory=PieceSizes)
     out: dict[int, deque[StreamPiece]] = field(default_factory=dict)  # task -> pieces, in order
     again: deque[StreamPiece] = field(default_factory=deque)  # pieces that lost their task
@@ -238,18 +248,32 @@ class Leases:
         """A task for each piece that there is room for; tasks with the fewest pieces come first."""
         if self.state != "open" or self.is_ended:
             return []
-        room = [task for had in range(AHEAD) for task in self.tasks if len(self.out.get(task, ())) <= had]
-        return [*room[len(self.again) + len(self.offered) :]]
+        room = [task for had in range(AHEAD) for task in self._workers if len(self.out.get(task, ())) <= had]
+        room = room[len(self.again) + len(self.offered) :]
+        if self._is_warming:  # one offer at a time, as its size counts what was offered before
+            room = room[: self.offers < self.warm_start]
+        return [*room]
+
+    def next_size(self, left: int | None) -> int:
+        """The number of steps of the next offer; ``left``: the steps left to lend (None: unknown)."""
+        if self._is_warming:
+            warm = self.warm_start - self.offers
+            left = warm if left is None else min(left, warm)
+        return self.sizes.next(left, len(self._workers))
+
+    @property
+    def _is_warming(self) -> bool:
+        return self.applied < self.warm_start
+
+    @property
+    def _workers(self) -> list[int]:
+        """The tasks that get pieces."""
+        return self.tasks[:1] if self._is_warming else self.tasks
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is lent or waits to be."""
         return not (any(self.out.values()) or self.again or self.offered)
-
-    @property
-    def parts(self) -> int:
-        """The number of tasks that work on pieces of their own."""
-        return len(self.tasks)
 
     def on(self, event: Event, now: float) -> list[Instruction]:  # noqa: C901 (one line for each state and event)
         """The instructions that an event leads to."""
@@ -259,6 +283,7 @@ class Leases:
                 return [] if self.tasks else self._close(e.TasksLost())
             case "open", Offer():
                 self.offered.append(event)
+                self.offers += len(event.steps)
                 return self._next(now)
             case "open", e.DataEnd():
                 self.is_ended = True
@@ -314,7 +339,7 @@ class Leases:
         if self.is_hold_wanted and not self._is_unsure:
             return self._hold()
         for had in range(AHEAD):  # who has least comes first
-            for task in self.tasks:
+            for task in self._workers:
                 if len(self.out.get(task, ())) == had and (piece := self._taken(task)) is not None:
                     given.append(self._give(task, piece, now))
         return self._close(None) if self.is_ended and self.is_idle else given
@@ -325,7 +350,7 @@ class Leases:
         return bool(self.again) or any(piece.is_again for pieces in self.out.values() for piece in pieces)
 
     def _has_room(self, task: int | None) -> bool:
-        return task in self.tasks and len(self.out.get(task, ())) < AHEAD
+        return task in self._workers and len(self.out.get(task, ())) < AHEAD
 
     def _taken(self, task: int) -> StreamPiece | None:
         if self.again:
@@ -340,8 +365,8 @@ class Leases:
         at = min(fits, key=lambda at: self.offered[at].task != task)
         steps, stream = self.offered[at].steps, self.streams.setdefault(task, [next(self.numbers), 0])
         del self.offered[at]
-        piece = StreamPiece(next(self.numbers), stream[0], stream[1], steps)
-        stream[1] += piece.count
+        piece = StreamPiece(next(self.numbers), stream[0], stream[1], steps, n_push=self.n_push)
+        stream[1] += len(piece.operations)
         return piece
 
     def _give(self, task: int, piece: StreamPiece, now: float) -> Give:
@@ -355,6 +380,7 @@ class Leases:
         if piece is None or done <= piece.done:
             return []
         report = Report(number, piece.done, done, (task,))
+        self.applied += done - piece.done
         piece.done, self.missed = done, 0
         if done == piece.count:
             self.out[task].remove(piece)
@@ -443,7 +469,7 @@ class Leases:
         self.doubtful += [piece.rest(next(self.numbers)) for piece in pieces if piece.is_again]
 
     def _closing(self) -> list[Instruction]:
-        """Once every loop has ended, ask the shards for the applied ones among the doubtful steps, or end."""
+        """Once every loop has ended, ask the shards for the applied ones among the doubtful pushes, or end."""
         if any(self.out.values()):
             return []
         if not self.doubtful:
@@ -452,17 +478,19 @@ class Leases:
         return [Count(tuple(self.doubtful))]
 
     def _counted(self, shards: Mapping[tuple[int, int], Collection[int]], now: float) -> list[Instruction]:
-        """Count doubtful steps: applied if on all shards; a partly applied step is completed by a task, or torn."""
+        """Count doubtful pushes: applied if on all shards; a partly applied push is completed by a task, or torn."""
         told: list[Instruction] = []
         doubtful, self.doubtful, self.state = self.doubtful, [], "closing"
         for piece in doubtful:
-            for i, operation in enumerate(piece.operations):
+            for at, operation in enumerate(piece.operations):
+                steps = piece.pushed_by(at)
                 applied = tuple(shard for shard in self.shards if shard in shards.get(operation, ()))
                 if len(applied) == len(self.shards):
-                    told.append(Report(piece.number, i, i + 1, ()))
+                    told.append(Report(piece.number, steps.start, steps.stop, ()))
                 elif applied and self.tasks and operation not in self.mended:
                     self.mended.add(operation)
-                    mend = StreamPiece(next(self.numbers), *operation, piece.steps[i : i + 1], is_again=True)
+                    lacking = piece.steps[steps.start : steps.stop]
+                    mend = replace(piece, number=next(self.numbers), first=operation[1], steps=lacking, is_again=True)
                     told.append(self._give(self.tasks[0], mend, now))
                 elif applied:
                     self.torn.append(applied)

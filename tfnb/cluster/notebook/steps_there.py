@@ -18,7 +18,7 @@ from distributed import Client
 
 from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.engine.lent_windows import may_be_lent
-from tfnb.cluster.engine.members import MODES, Ahead, Mode, StepFeeds
+from tfnb.cluster.engine.members import CLASSES, MODES, Ahead, Mode, StepFeeds
 from tfnb.cluster.engine.sources import NONE, drawn_from
 from tfnb.cluster.engine.step_record import StepRecord
 from tfnb.cluster.engine.training import Training
@@ -323,7 +323,7 @@ class Steps:
         over = self._over_rows(step, check, compile) if may_sum else None
         is_stepwise = why or not placed.writes or over is not None
         names = _ensure_summed(placed, how, is_taken=not is_stepwise)
-        if names and not is_stepwise and tasks > 1 and not placed.tasks:
+        if names and not is_stepwise and (tasks > 1 or how.n_push > 1) and not placed.tasks:
             warnings.warn(_apart(names, how, how.is_joint), stacklevel=user_level(None))
         if self._variables.held.stale or self._queues.lacks_copies:
             self._show()  # should a server be lost, training goes on from what is here
@@ -463,7 +463,7 @@ class Steps:
     def _possible(self, mode: Mode) -> Mode:
         """Check that the cluster has the tasks required by a mode."""
         tasks = sum(member.is_there for member in self._engine.places.values())
-        if mode.name not in (*MODES, "local"):
+        if mode.name not in (*MODES, *CLASSES):
             raise Unimplemented(f"mode={mode.name!r}: this version trains with {' and '.join(map(repr, MODES))}")
         if mode.has_ranks and self._client.security.require_encryption and not mode.is_plain:
             raise InsecureAddress(
@@ -600,7 +600,7 @@ class Steps:
                 self._variables.send_for_step(step.variables, thorough=False)
                 machine, offers = training.machine, []
                 for task in machine.takers:
-                    size = machine.sizes.next(pieces.left, machine.parts)
+                    size = machine.next_size(pieces.left)
                     piece = pieces.take(size, lambda: bool(held.written(step.variables, thorough=False)), task)
                     offers += [Offer(piece, task)] if piece else []
                     if pieces.held_back or pieces.stands or pieces.is_spent:
@@ -686,25 +686,28 @@ class Steps:
 def _ensure_summed(placed: PlacedStep, mode: Mode, *, is_taken: bool) -> tuple[str, ...]:
     """Names of Variables that several tasks write along no gradient.
 
-    Raises Unimplemented for a step that ranks cannot take as servers do, if it ``is_taken`` by all tasks.
+    Raises Unimplemented for a step that tasks with copies cannot take as servers do, if it ``is_taken`` by all tasks.
     """
     found = placed.placement.apart if mode.is_joint else placed.placement.raced
-    if not mode.has_ranks or not is_taken:
+    if mode.n_push > 1:  # servers take them of one step of a push
+        found = tuple(dict.fromkeys([*placed.placement.apart, *found]))
+    if not is_taken or not (mode.has_ranks or mode.takes_local_steps):
         return found
     names = [name for plan in placed.compute.meta["pushes"] for name in plan["grads"]]
     kinds = [kind for plan in placed.servers.values() for kind in plan.meta["kinds"]]
     sparse = dict.fromkeys(n or "?" for n, kind in zip(names, kinds, strict=True) if kind in ("rows", "entries"))
     why = ""
-    if sparse:
+    if sparse and mode.has_ranks:
         why = f"the gradients of rows of {', '.join(sparse)} are sparse"
-    elif placed.compute.meta["lookups"]:
+    elif placed.compute.meta["lookups"] and (mode.has_ranks or mode.n_fetch > 1):
         why = "rows of a large Variable are looked up on its servers"
     elif placed.queues:
         why = "the step uses queues"
-    elif mode.every and placed.late is not None:
+    elif mode.takes_local_steps and placed.late is not None:
         why = f"{_LATE}, and each task has other weights between two meetings"
     if why:
-        raise Unimplemented(f"mode={mode.name!r} takes no such step: {why}. Use mode='sync'")
+        other = "sync" if mode.is_joint else "async"
+        raise Unimplemented(f"mode={mode.name!r} takes no such step: {why}. Use mode={other!r}")
     return found
 
 
@@ -729,6 +732,9 @@ def _apart(names: Sequence[str], how: Mode, is_joint: bool) -> str:
     if is_joint:
         found = f"the step writes {shown} itself, not along a gradient that tasks average, and they divide its rows"
         kept = "averages what the tasks make" if how.every else "takes what the first task makes of its rows"
+    elif how.n_push > 1:
+        found = f"the step writes {shown} itself, not along a gradient that tasks add up"
+        kept = "takes what the last step of a push makes"
     else:
         found = f"each task makes the new value of {shown} of the one that it read"
         kept = "loses what other tasks write in between; what assign_add adds to a Variable on one server is not lost"

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,7 +41,7 @@ from tfnb.graph.ops import ENQUEUE
 from tfnb.graph.queue import Queue
 from tfnb.graph.subgraph import nested, queues_of
 from tfnb.passes import step_graph
-from tfnb.passes.flow.merges import ROWS, Weight, number_of
+from tfnb.passes.flow.merges import ROWS, SUM, Weight, merged, number_of
 from tfnb.placement.lookups import lookups
 from tfnb.placement.partition import Late, Server, Split
 from tfnb.placement.placement import Homes, Piece, Placement, Transfer, joined, read_from
@@ -49,6 +49,7 @@ from tfnb.placement.row_guards import NO_GUARDS, RowGuards
 from tfnb.state.queue_machine import whole_steps
 
 Meta = Mapping[str, Any]
+T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ def name_of(graph: Graph, value: Value) -> str:
 
 
 def as_update(plan: Plan) -> Plan:
-    """The plan of a server as that of a rank: a task may know both, under names of their own."""
+    """The plan of a server as that of a task with copies of its own: it may know both, under names of their own."""
     name = f"{plan.id}/update"
     return replace(plan, id=name, meta={**plan.meta, "plan": name})
 
@@ -352,6 +353,22 @@ class Push:
                     f"the gradient of {whose}, {Spec.of(tensor)}, that {task} computed holds NaN or infinity; the step "
                     "was dropped on every server", node=name or None, task=task,
                 )  # fmt: skip
+
+    @property
+    def counted(self) -> Push:
+        """The same, with gradients of zero where nothing counts in the loss of its rows."""
+        weights = self.weights or (ROWS,) * len(self.tensors)
+        tensors = [
+            torch.zeros_like(tensor)
+            if name is not None and not weight.of(number_of(weight, self.tensors, 1.0)) else tensor
+            for name, tensor, weight in zip(self.grads, self.tensors, weights, strict=True)
+        ]  # fmt: skip
+        return replace(self, tensors=tuple(tensors))
+
+    def plus(self, other: Push, kinds: Sequence[str]) -> Push:
+        """Both as one: sums of gradients, and of all else that is sent what the ``other``, later one has."""
+        tensors = merged(kinds, [SUM] * len(kinds), [other.tensors, self.tensors], [1, 1])
+        return replace(other, tensors=tuple(tensors))
 
 
 @dataclass
@@ -547,6 +564,12 @@ class LateProgram:
 
     def _spec(self, value: Value) -> Spec:
         return self.program.whole.contents.by_id[value.node].outputs[value.index]
+
+
+def apart_from(memory: Iterable[torch.Tensor], values: Iterable[T]) -> list[T]:
+    """The values, copied where they lie in memory of these tensors, which are to be overwritten."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in memory}
+    return [v.clone() if v is not None and v.untyped_storage().data_ptr() in own else v for v in values]
 
 
 def storages_of(

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from tfnb.cluster.tasks.collectives import FORMS, Bucket, Group, Rendezvous, ensure_equal, formed
 from tfnb.cluster.tasks.computing import Compute
 from tfnb.cluster.tasks.pieces import PieceOrder, Share
-from tfnb.cluster.tasks.programs import Push, ShardProgram, keys_by_shard
+from tfnb.cluster.tasks.programs import Push, ShardProgram, apart_from, keys_by_shard
 from tfnb.cluster.tasks.resident import WHILE, Out, TrainingLoop, _AppliedPart
 from tfnb.cluster.wire.messages import Ask, Failure, NotDone, Ok
 from tfnb.errors import Cancelled
 from tfnb.graph import Spec
 from tfnb.kernels.random import REPLICA
-from tfnb.passes.flow.merges import ROWS, Weight, number_of
+from tfnb.passes.flow.merges import Weight
 from tfnb.state.batch_order import Rows
 
 EVERY = 100  # steps after which ranks compare their values
@@ -237,9 +237,7 @@ class Replica(TrainingLoop):
 
     def _kept(self, out: Out) -> Out:
         """Fetched values, copied from memory of Variables and of the bucket, since the next step overwrites both."""
-        overwritten = itertools.chain(self._values.values(), self._bucket.flats.values())
-        own = {value.untyped_storage().data_ptr() for value in overwritten}
-        return [v.clone() if v is not None and v.untyped_storage().data_ptr() in own else v for v in out]
+        return apart_from([*self._values.values(), *self._bucket.flats.values()], out)
 
     def _in_order(self, pushes: Sequence[Push]) -> list[torch.Tensor]:
         """The inputs of the updates, in the updates' order."""
@@ -324,7 +322,7 @@ class LocalReplica(Replica):
                 out, pushes = self._own(share, compute)
                 for push in pushes:
                     push.ensure_finite(self._host.name)
-                self._update(self._in_order([_counted(push) for push in pushes]), share, compute)
+                self._update(self._in_order([push.counted for push in pushes]), share, compute)
                 part = _AppliedPart(given.number, step, share.place, share.parts, share.rows, out)
                 self._computed_for(time.monotonic() - begin)
             steps.append((part, given.whole(step, self._data)))
@@ -358,17 +356,6 @@ class LocalReplica(Replica):
         """Go back to the values of the last meeting."""
         for key, value in zip(self._written, self._met, strict=True):
             self._values[key].copy_(value)
-
-
-def _counted(push: Push) -> Push:
-    """A contribution whose gradients are zero where nothing counts in the loss of its rows."""
-    weights = push.weights or (ROWS,) * len(push.tensors)
-    tensors = [
-        torch.zeros_like(tensor)
-        if name is not None and not weight.of(number_of(weight, push.tensors, 1.0)) else tensor
-        for name, tensor, weight in zip(push.grads, push.tensors, weights, strict=True)
-    ]  # fmt: skip
-    return replace(push, tensors=tuple(tensors))
 
 
 def _summed(group: Group, bucket: Bucket) -> None:
