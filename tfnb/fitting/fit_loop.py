@@ -37,6 +37,7 @@ from tfnb.fitting.fit_options import (
     operations_of,
     watched_by,
 )  # fmt: skip
+from tfnb.fitting.outer_steps import ensure_no_outer, with_outer
 from tfnb.interrupts import handled
 from tfnb.recording import user_code_ran
 from tfnb.session import Session, default_session
@@ -255,6 +256,7 @@ def fit(
     session = default_session(graph_of(fetch))
     limited = session.limited(memory_budget)
     user_code_ran()
+    how = with_outer(how, mode, session, fetch)
     names, watched = watched_by(watch, fetch, session)
     division = division_of(microbatches, session, how)
     with session.limited(memory_budget):
@@ -616,6 +618,7 @@ class _Run:
         self.why_over = progress.stopped or self.why_over
         if progress.changed is not None:
             new = mode_of(*progress.changed)
+            ensure_no_outer(progress.changed[0])
             if self.mode.is_pipeline or new.is_pipeline:
                 raise InvalidArgument(
                     f"a training in mode={str(self.mode)!r} does not go on in mode={str(new)!r}: a step of a pipeline "

@@ -14,6 +14,8 @@ import torch
 from tfnb.cluster.engine.holders import Process
 from tfnb.cluster.engine.pace import Pace
 from tfnb.cluster.wire.messages import GIVEN_UP, SILENCE, Peer
+from tfnb.graph import Variable
+from tfnb.passes import StepGraph
 from tfnb.state.batch_order import RowOrder
 from tfnb.state.chunks import ChunkedArray
 
@@ -146,13 +148,20 @@ class SentData:
     members: set[Member] = field(default_factory=set)
 
 
+class OuterStep(NamedTuple):
+    """The step that replicas take where they meet; its feeds are differences of ``variables``, in their order."""
+
+    step: StepGraph
+    variables: tuple[Variable, ...]
+
+
 class Mode(NamedTuple):
     """The mode of a training: a row of MODES, with the options of `tfnb.fit`.
 
     ``required``: of how many tasks a step is made, 0 for all but the ``backup`` ones. ``replicas``: how many tasks it
     is meant for. ``elastic``: whether fewer than ``required`` ones go on. ``is_plain``: `allow_plain_collectives`.
     ``schedule``, ``pipelines``: of a pipeline, and how many replicas of it there are. ``n_fetch``, ``n_push``,
-    ``warm_start``: of `tfnb.train.Downpour`.
+    ``warm_start``: of `tfnb.train.Downpour`. ``outer``: of `tfnb.train.LocalSGD`.
     """
 
     name: str = "sync"
@@ -168,6 +177,7 @@ class Mode(NamedTuple):
     n_fetch: int = 1
     n_push: int = 1
     warm_start: int = 0
+    outer: OuterStep | None = None
 
     @property
     def is_joint(self) -> bool:

@@ -26,7 +26,7 @@ from tfnb.cluster.modes import rounds as s
 from tfnb.cluster.modes.joins import Join, join
 from tfnb.cluster.server.courses import HOLD
 from tfnb.cluster.tasks.data import written
-from tfnb.cluster.tasks.programs import PlacedStep, Plan, as_update
+from tfnb.cluster.tasks.programs import PlacedStep, Plan, updates_of
 from tfnb.cluster.wire import envelope
 from tfnb.cluster.wire.messages import Ask, Failure, NotDone, Ok, Outcome, Refusal, failed
 from tfnb.cluster.wire.transport import read_outcome
@@ -464,7 +464,7 @@ class Training:
             "number": piece.number, "stream": self._stream(piece.stream), "first": piece.first, "count": piece.count,
             "staleness": self._staleness, "order": None, "steps": None, "run": 0, "meeting": None,
             "every": self._mode.every, "n_fetch": self._mode.n_fetch, "n_push": self._mode.n_push,
-            "updates": [[shard, plan.id] for shard, plan in self._updates.items()],
+            "updates": [[shard, plan.id] for shard, plan in self._updates.items()], "outer": self._outer_facts,
         }  # fmt: skip
         self._steps_of[piece.number] = self._step_numbers(piece.steps)
         if isinstance(self.data, Ahead):
@@ -676,12 +676,25 @@ class Training:
         """Register the plans with a task and the servers."""
         await self.engine.register(self.placed, member)
         await self.engine.register_updates(self._updates, member)
+        if self.placed.outer is not None:
+            outer = self.placed.outer.placed
+            await self.engine.register(outer, member)
+            await self.engine.register_updates(updates_of(outer), member)
 
     @property
     def _updates(self) -> dict[int, Plan]:
         """The servers' plans, for tasks that make updates on copies of their own; none for other tasks."""
-        plans = self.placed.servers if self._mode.has_copies else {}
-        return {shard: as_update(plan) for shard, plan in plans.items()}
+        return updates_of(self.placed) if self._mode.has_copies else {}
+
+    @property
+    def _outer_facts(self) -> dict[str, Any] | None:
+        """The outer step, for ranks."""
+        outer = self.placed.outer
+        if outer is None or self._mode.outer is None:  # it began with an outer step, and changed to another mode
+            return None
+        updates = [[shard, plan.id] for shard, plan in updates_of(outer.placed).items()]
+        pieces = [[list(piece) for piece in pieces] for pieces in outer.pieces]
+        return {"plan": outer.placed.compute.id, "updates": updates, "pieces": pieces}
 
     async def _meeting(self, machine: r.Ranks, part: tuple[int, int, int]) -> list[Any]:
         """The rendezvous of a rank: address of the first rank, rank and size; one rendezvous for each generation."""

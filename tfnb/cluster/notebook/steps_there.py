@@ -32,7 +32,7 @@ from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.variables_there import VariablesThere
 from tfnb.cluster.notebook.waiting import SETTLE, EventLoopWaiter, begin_look
 from tfnb.cluster.tasks.part_programs import part_plans, task_of
-from tfnb.cluster.tasks.programs import PlacedStep, place
+from tfnb.cluster.tasks.programs import PlacedOuterStep, PlacedStep, place
 from tfnb.cluster.wire import envelope
 from tfnb.cluster.wire.messages import GIVEN_UP
 from tfnb.errors import (
@@ -323,6 +323,9 @@ class Steps:
         over = self._over_rows(step, check, compile) if may_sum else None
         is_stepwise = why or not placed.writes or over is not None
         names = _ensure_summed(placed, how, is_taken=not is_stepwise)
+        if how.outer is not None and is_stepwise:
+            why = why or "the step writes no Variable"
+            raise Unimplemented(f"LocalSGD(outer=...) takes no such step: {why}. Leave out outer")
         if names and not is_stepwise and (tasks > 1 or how.n_push > 1) and not placed.tasks:
             warnings.warn(_apart(names, how, how.is_joint), stacklevel=user_level(None))
         if self._variables.held.stale or self._queues.lacks_copies:
@@ -337,7 +340,8 @@ class Steps:
             if is_stepwise
             else self._looping(step, placed, source, how, changes, end, timeout, applied, seen)
         )
-        is_shown, interrupts, written = False, self._engine.interrupts, frozenset(step.writes)
+        is_shown, interrupts = False, self._engine.interrupts
+        written = frozenset([*step.writes, *(how.outer.step.writes if how.outer is not None else ())])
         self._variables.training.append(written)
         try:
             try:
@@ -572,6 +576,11 @@ class Steps:
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
         engine, held, left = self._engine, self._variables.held, self._left(end)
+        if mode.outer is not None:
+            outer = self.place(mode.outer.step, parallel=False)
+            pieces_of = tuple(outer.placement.homes[variable.key] for variable in mode.outer.variables)
+            placed = replace(placed, outer=PlacedOuterStep(outer, pieces_of))
+            self._variables.send_for_step(mode.outer.step.variables)
         self._variables.send_for_step(step.variables)
         self._variables.outdated(step)
         data, pieces = drawn_from(source, not mode.is_joint, engine.homes, applied)

@@ -99,6 +99,7 @@ class PlacedStep:
     guards: RowGuards = NO_GUARDS  # for the rows of a task
     joins: Sequence[Join] = ()
     senders: Mapping[int, tuple[int, ...]] | None = None  # then of each shard the parts that send to it, by position
+    outer: PlacedOuterStep | None = None
 
     @property
     def writes(self) -> tuple[int, ...]:
@@ -107,20 +108,22 @@ class PlacedStep:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Keys of the Variables that the step writes."""
-        return self.placement.changed
+        """Keys of the Variables that the step, or its outer step, writes."""
+        return self.placement.changed if self.outer is None else (*self.placement.changed, *self.outer.placed.written)
 
     @property
     def written_there(self) -> set[str]:
         """Keys of the written Variables' pieces on their shards."""
-        return {piece.key for key in self.written for piece in self.placement.homes[key]}
+        own = {piece.key for key in self.placement.changed for piece in self.placement.homes[key]}
+        return own if self.outer is None else own | self.outer.placed.written_there
 
     @property
     def used_there(self) -> set[str]:
         """Keys, on shards, of the pieces of all Variables that the step reads or writes."""
         plans = [self.compute, *(part.plan for part in self.parts), *([] if self.late is None else [self.late])]
         read = {piece.key for plan in plans for pieces in plan.meta["homes"].values() for piece in pieces}
-        return read.union(*(plan.meta["keys"].values() for plan in self.servers.values()))
+        read = read.union(*(plan.meta["keys"].values() for plan in self.servers.values()))
+        return read if self.outer is None else read | self.outer.placed.used_there
 
     @property
     def tasks(self) -> tuple[int, ...]:
@@ -130,6 +133,14 @@ class PlacedStep:
     def plan(self, task: int) -> Plan:
         """The plan of a task, by its number."""
         return next((part.plan for part in self.parts if part.task == task), self.compute)
+
+
+@dataclass(frozen=True)
+class PlacedOuterStep:
+    """The plans of an outer step, and of each of its feeds the pieces of the Variable whose difference it is."""
+
+    placed: PlacedStep
+    pieces: tuple[Sequence[Piece], ...]
 
 
 # -- the notebook's side --------------------------------------------------------------------------------------
@@ -257,10 +268,12 @@ def name_of(graph: Graph, value: Value) -> str:
     return f"{graph.contents.by_id[value.node].name}:{value.index}"
 
 
-def as_update(plan: Plan) -> Plan:
-    """The plan of a server as that of a task with copies of its own: it may know both, under names of their own."""
-    name = f"{plan.id}/update"
-    return replace(plan, id=name, meta={**plan.meta, "plan": name})
+def updates_of(placed: PlacedStep) -> dict[int, Plan]:
+    """The plans of servers, by shard, for a task with copies of its own: it may know both, under names of their own."""
+    return {
+        shard: replace(plan, id=f"{plan.id}/update", meta={**plan.meta, "plan": f"{plan.id}/update"})
+        for shard, plan in placed.servers.items()
+    }
 
 
 # -- the tasks' side ------------------------------------------------------------------------------------------

@@ -112,10 +112,10 @@ class _AppliedPart:
         return all(a is b if a is None or b is None else a.shape == b.shape for a, b in pairs)
 
 
-def _both(a: Mapping[int, list[str]], b: Mapping[int, list[str]]) -> dict[int, list[str]]:
+def both(a: Mapping[int, list[str]], b: Mapping[int, list[str]]) -> dict[int, list[str]]:
     """Keys by shard, of two programs together.
 
-    >>> _both({0: ["v", "w"]}, {0: ["w", "x"], 1: ["y"]})
+    >>> both({0: ["v", "w"]}, {0: ["w", "x"], 1: ["y"]})
     {0: ['v', 'w', 'x'], 1: ['y']}
     """
     return {shard: list(dict.fromkeys([*a.get(shard, ()), *b.get(shard, ())])) for shard in {**a, **b}}
@@ -299,7 +299,7 @@ class TrainingLoop:
 
     def _reads_with(self, late: LateProgram | None) -> dict[int, list[str]]:
         """Keys to read from each shard, by the late program that is to be run."""
-        return self._program.reads if late is None else _both(self._program.reads, late.reads)
+        return self._program.reads if late is None else both(self._program.reads, late.reads)
 
     async def _goes_on(self) -> bool:
         """Wait for a piece with its rows, and for the end of a pause; False when the loop is to end."""
