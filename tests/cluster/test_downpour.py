@@ -143,26 +143,18 @@ def test_who_owns_which_slots(connect: Callable[..., Any]) -> None:
     assert float(count.value()) == 2
 
 
-def test_a_gradient_that_is_a_variable_of_the_copy_is_the_one_from_before_its_update(
-    connect: Callable[..., Any],
-) -> None:
+def test_a_watched_variable_has_the_values_of_the_copy_step_by_step(connect: Callable[..., Any]) -> None:
+    """Local steps overwrite the copy; what was watched before stays."""
     connect(1)
-    v, w = (
-        tfnb.Variable(torch.full((3,), start, dtype=torch.float64), name=name)
-        for name, start in (("v", 1.0), ("w", 2.0))
-    )
-    with tfnb.record("crossed"):
+    scale = tfnb.Variable(torch.tensor(1.0, dtype=torch.float64), name="scale")
+    with tfnb.record("watched"):
         x = tfnb.placeholder(torch.ones(2, dtype=torch.float64), name="x")
-        train = tfnb.train.SGD(0.1).minimize((v * w).sum() + 0 * x.sum())
-    tfnb.fit(train, {x: torch.ones(12, dtype=torch.float64)}, batch_size=2, mode=Downpour(6, 3), timeout=240)
-    a = b = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    for _ in range(2):
-        owed = torch.zeros(2, dtype=torch.float64)
-        for _ in range(3):
-            owed, b = owed + b.flip(0), b - 0.1 * b.flip(0)
-        a = a - 0.1 * owed
-    found = torch.stack([v.value()[0], w.value()[0]])
-    torch.testing.assert_close(found, a, rtol=1e-13, atol=0)
+        now = scale.read()
+        train = tfnb.train.SGD(0.1).minimize((x * now).mean())
+    data = {x: torch.ones(12, dtype=torch.float64)}
+    done = tfnb.fit(train, data, batch_size=2, watch={"scale": now}, mode=Downpour(6, 6), timeout=240)
+    assert done.history[0]["scale"] == pytest.approx(1 - 0.1 * 2.5)  # the mean of 6 steps
+    assert float(scale.value()) == pytest.approx(1 - 0.1 * 6)
 
 
 def test_what_does_not_count_and_sparse_gradients_add_up(connect: Callable[..., Any]) -> None:
