@@ -217,7 +217,7 @@ def test_modes_are_one_loop_here(options):
     ("options", "error", "text"),
     [
         ({"mode": "sinc"}, InvalidArgument, "near: 'sync'"),
-        ({"mode": "downpour"}, Unimplemented, "there are: sync, async, bounded, allreduce, pipeline"),
+        ({"mode": "sandblaster"}, InvalidArgument, "pipeline, tfnb.train.Downpour, LocalSGD, Sandblaster"),
         ({"allow_plain_collectives": True}, InvalidArgument, "belongs to mode='allreduce' and LocalSGD, not to 'sync'"),
         ({"mode": "allreduce", "backup": 1}, InvalidArgument, "backup=1 belongs to mode='sync', not to 'allreduce'"),
         ({"mode": object()}, Unimplemented, "there are: sync, async, bounded"),

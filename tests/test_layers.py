@@ -60,7 +60,10 @@ FLOORS = {
         "printed feeding divided_feeds structures breakpoints prepared value_cache step_runner step "
         "checkpoint_graphs saved_state machine_speed auto_placement step_parts session"
     ),
-    "fitting": "fit_display fit_options checkpoints shard_vectors minimization fit_loop background snapshots comparing",
+    "fitting": (
+        "fit_display fit_options outer_steps checkpoints shard_vectors minimization fit_loop background snapshots "
+        "comparing"
+    ),
     "control_flow": "structure tensor_array branches loops frontend staging",
 }
 

@@ -411,6 +411,7 @@ class World:
             "EarlyStopping": Call(train.EarlyStopping, {"monitor": "loss"}),
             "SyncReplicas": Call(train.SyncReplicas, {"m": 1}),
             "LocalSGD": Call(train.LocalSGD, {"every": 2}),
+            "Downpour": Call(train.Downpour, {"n_fetch": 2, "n_push": 2}),
             "Sandblaster": Call(train.Sandblaster, {"history": 3}),
             "Saver": Call(train.Saver, {"path": self.folder / "run", "keep": 2, "keep_every_hours": 1.5, "best": "loss",
                                         "best_mode": "min", "session": self.session}),

@@ -1,17 +1,21 @@
-"""Local SGD beside synchronous training and all-reduce on one cluster, in turns: bytes, time and accuracy.
+"""Synchronous training, all-reduce, local SGD and Downpour SGD on one cluster, in turns: bytes, time and accuracy.
 
-`python -m tests.benchmarks.cluster_local [--seeds 5] [--epochs 20]` trains a small net on the digits of scikit-learn,
-2 tasks and a server, with the same batches in each mode, from the same start for each seed. Printed for each mode:
-milliseconds and processor milliseconds of a step, bytes that a task sends to others in a step (of Variables and
-gradients, from their sizes), and the accuracy on rows that were held back: mean over seeds, least and most.
+`python -m tests.benchmarks.cluster_local [--seeds 5] [--epochs 8] [--rows downpour sync]` trains a small net on the
+digits of scikit-learn, 2 tasks and a server, with the same batches in each mode, from the same start for each seed.
+Rows "sgd" to "downpour, adagrad" are DistBelief's methods (Dean et al., 2012, figure 4): one replica, and several of
+them. Printed for each row: milliseconds and processor milliseconds of a step of 32 rows; bytes that a task sends to
+others and gets from them in a step (of Variables and gradients, from their sizes); epochs after which at least `TARGET`
+of the rows that were held back are right; and the accuracy on these at the end: mean over seeds, least and most.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +25,44 @@ from torch import nn
 import tfnb
 from tests.benchmarks.cluster_rows import said
 from tests.benchmarks.cluster_steps import Usage, workers
+from tfnb.train import SGD, Adagrad, Downpour, LocalSGD, Momentum, Nesterov, Optimizer
 
-MODES: dict[str, Any] = {
-    "sync": "sync", "allreduce": "allreduce",
-    **{f"local, every {every}": tfnb.train.LocalSGD(every) for every in (5, 20, 100)},
-}  # fmt: skip
-BATCH, HELD_BACK = 32, 400
+BATCH, HELD_BACK, TARGET, TASKS = 32, 400, 0.9, 2
+ALONE = Downpour(1, 1, warm_start=1 << 30)  # one task takes all steps
+
+
+class Method(NamedTuple):
+    """A row: the mode, the optimizer, and how often the bytes of the weights are sent and received in a step."""
+
+    mode: Any
+    optimizer: Callable[[], Optimizer]
+    sent: float = 1.0
+    received: float = 1.0
+
+
+def momentum() -> Optimizer:
+    return Momentum(0.05, 0.9)
+
+
+def local(every: int, outer: Optimizer | None = None) -> Method:
+    """Weights and momentum around a ring of two: half of them to and from the other one, twice."""
+    return Method(LocalSGD(every, outer), momentum, 2 / every, 2 / every)
+
+
+def downpour(n: int, optimizer: Callable[[], Optimizer]) -> Method:
+    return Method(Downpour(n, n), optimizer, 1 / n, 1 / n)
+
+
+METHODS: dict[str, Method] = {
+    "sgd": Method(ALONE, lambda: SGD(0.05)),
+    "sync": Method("sync", lambda: SGD(0.05)),
+    "downpour": downpour(5, lambda: SGD(0.05)),
+    "downpour, adagrad": downpour(5, lambda: Adagrad(0.05)),
+    "sync, momentum": Method("sync", momentum),
+    "allreduce, momentum": Method("allreduce", momentum),
+    **{f"local, every {every}": local(every) for every in (5, 20, 100)},
+    "local, every 20, outer": local(20, Nesterov(0.7, 0.9)),
+}
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,50 +72,58 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(found.data).float()[order] / 16, torch.from_numpy(found.target).long()[order]
 
 
-def trained(name: str, mode: Any, seed: int, epochs: int) -> dict[str, float]:
+def trained(name: str, method: Method, seed: int, epochs: int) -> dict[str, float]:
     """The cost of a step of a training, and its accuracy."""
     rows, labels = digits()
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     with tfnb.record(name):
         x, y = tfnb.placeholder(rows[:BATCH], name="x"), tfnb.placeholder(labels[:BATCH], name="y")
-        loss = F.cross_entropy(model(x), y)
-        train = tfnb.train.Momentum(0.05, 0.9).minimize(loss)
+        logits = model(x)
+        accuracy = (logits.argmax(1) == y).float().mean()
+        train = method.optimizer().minimize(F.cross_entropy(logits, y))
     data = {x: rows[:-HELD_BACK], y: labels[:-HELD_BACK]}
+    held_back = {x: rows[-HELD_BACK:], y: labels[-HELD_BACK:]}
     usage, begin = Usage(), time.perf_counter()
-    steps = tfnb.fit(train, data, batch_size=BATCH, epochs=epochs, seed=seed, watch=(), mode=mode).steps
+    done = tfnb.fit(
+        train, data, batch_size=BATCH, epochs=epochs, seed=seed, watch={"right": accuracy}, validation=held_back,
+        mode=method.mode,
+    )  # fmt: skip
     _, _, cpu = usage.since()
     seconds = time.perf_counter() - begin
-    right = model(rows[-HELD_BACK:]).argmax(1) == labels[-HELD_BACK:]
+    right = [means["val_right"] for means in done.history]
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    sent = {"sync": weights, "allreduce": weights}.get(str(mode))  # to the server; by a ring of two: half, twice
-    if sent is None:
-        sent = 2 * weights / mode.every  # and the momentum
     return {
-        "ms": seconds / steps * 1e3, "cpu_ms": cpu / steps * 1e3, "bytes": sent, "accuracy": right.float().mean().item()
+        "ms": seconds / done.steps * 1e3, "cpu_ms": cpu / done.steps * 1e3, "sent": method.sent * weights,
+        "received": method.received * weights, "accuracy": right[-1],
+        "epochs": next((at for at, each in enumerate(right, 1) if each >= TARGET), math.inf),
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--rows", nargs="*", default=[*METHODS], help="names of rows, or their beginnings")
     asked = parser.parse_args()
+    methods = {name: each for name, each in METHODS.items() if name.startswith(tuple(asked.rows))}
     torch.set_num_threads(1)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in MODES}
-    with workers(3) as client, tfnb.connect(client, ps=1):
-        for name, mode in MODES.items():  # what a first training costs
-            trained(f"warm_{len(name)}", mode, 0, 1)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
+    with workers(TASKS + 1) as client, tfnb.connect(client, ps=1):
+        for at, method in enumerate(methods.values()):  # what a first training costs
+            trained(f"warm_{at}", method, 0, 1)
         for seed in range(asked.seeds):
-            for at, (name, mode) in enumerate(MODES.items()):
-                found[name].append(trained(f"net_{seed}_{at}", mode, seed, asked.epochs))
+            for at, (name, method) in enumerate(methods.items()):
+                found[name].append(trained(f"net_{seed}_{at}", method, seed, asked.epochs))
     for name, rows in found.items():
-        middle = {key: statistics.median(row[key] for row in rows) for key in ("ms", "cpu_ms", "bytes")}
+        middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
         right = sorted(row["accuracy"] for row in rows)
         print(
-            f"{name:16} {middle['ms']:6.2f} ms  {middle['cpu_ms']:6.2f} cpu ms  {middle['bytes']:9,.0f} bytes a step  "
+            f"{name:22} {middle['ms']:6.2f} ms  {middle['cpu_ms']:6.2f} cpu ms  {middle['sent']:7,.0f} bytes sent  "
+            f"{middle['received']:7,.0f} received  {TARGET:.0%} after {middle['epochs']:g} epochs  "
             f"accuracy {statistics.mean(right):.4f} ({right[0]:.4f} to {right[-1]:.4f})"
         )
+        middle = {key: value for key, value in middle.items() if math.isfinite(value)}
         said(f"local {name}", {**middle, "accuracy": statistics.mean(right)})
 
 

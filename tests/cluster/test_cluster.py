@@ -361,8 +361,8 @@ def test_a_closed_cluster_says_so(connect, problem):
 
 def test_unknown_modes_are_named(connect, problem):
     p = problem()
-    with pytest.raises(Unimplemented, match="downpour"):
-        list(connect(2).train(p.program, p.batches(1), mode="downpour"))
+    with pytest.raises(Unimplemented, match="sandblaster"):
+        list(connect(2).train(p.program, p.batches(1), mode="sandblaster"))
 
 
 def test_pull_of_a_key_that_no_server_has(connect):

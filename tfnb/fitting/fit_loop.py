@@ -38,6 +38,7 @@ from tfnb.fitting.fit_options import (
     watched_by,
 )  # fmt: skip
 from tfnb.fitting.minimization import minimized
+from tfnb.fitting.outer_steps import ensure_no_outer, with_outer
 from tfnb.interrupts import handled
 from tfnb.recording import user_code_ran
 from tfnb.session import Session, default_session
@@ -218,7 +219,8 @@ def fit(
     the servers, and makes the same update; a learning rate that a callback sets holds from the next piece of steps,
     half a second, on. It goes on with the ranks that are left, or join. Its sums are not encrypted: a cluster
     with TLS takes it with ``allow_plain_collectives=True`` only. `tfnb.train.LocalSGD`: ranks that take steps on their
-    own, and average their Variables after so many. ``"pipeline"``: the nodes of a step that ask for a
+    own, and average their Variables after so many. `tfnb.train.Downpour`: asynchronous tasks that push sums of
+    gradients, and fetch Parameters, after so many steps. ``"pipeline"``: the nodes of a step that ask for a
     task, `tfnb.device`, are a stage there; values go from stage to stage for one of the ``microbatches`` after the
     other, and the Variables have the bits of the same call in this process. schedule: ``"1f1b"``, where stage s of S
     works on S - s microbatches at a time, the least of them first, and holds the activations of no more; ``"gpipe"``
@@ -275,6 +277,7 @@ def fit(
     session = default_session(graph_of(fetch))
     limited = session.limited(memory_budget)
     user_code_ran()
+    how = with_outer(how, mode, session, fetch)
     names, watched = watched_by(watch, fetch, session)
     division = division_of(microbatches, session, how)
     with session.limited(memory_budget):
@@ -638,6 +641,7 @@ class _Run:
             if isinstance(progress.changed[0], Sandblaster):
                 raise InvalidArgument("Sandblaster minimizes a loss in a call of its own: fit(loss, data, mode=...)")
             new = mode_of(*progress.changed)
+            ensure_no_outer(progress.changed[0])
             if self.mode.is_pipeline or new.is_pipeline:
                 raise InvalidArgument(
                     f"a training in mode={str(self.mode)!r} does not go on in mode={str(new)!r}: a step of a pipeline "

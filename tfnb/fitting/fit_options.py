@@ -23,9 +23,12 @@ from tfnb.session.structures import Fetches, structure, value_of
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import newest
 from tfnb.train.batches import name_of
-from tfnb.train.modes import LocalSGD, SyncReplicas, TaskMode
+from tfnb.train.modes import Downpour, LocalSGD, SyncReplicas, TaskMode
 
-LATER = ("downpour",)
+SAYS: Mapping[type, str] = {
+    SyncReplicas: "how many tasks are spare", LocalSGD: "when tasks wait for each other",
+    Downpour: "when tasks fetch and push",
+}  # fmt: skip
 
 
 def watched_by(watch: Fetches | None, fetch: Fetches, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -223,29 +226,26 @@ def mode_of(
     mode: TaskMode, backup: int, staleness: int | None, allow_plain_collectives: bool = False,
     schedule: object = None, replicas: object = 1,
 ) -> Mode:  # fmt: skip
-    """The mode that is asked for; raises InvalidArgument, or Unimplemented for one that is to come."""
+    """The mode that is asked for; raises InvalidArgument for one that there is not."""
     pipeline = _pipeline_of(mode, schedule, replicas)
     if not isinstance(allow_plain_collectives, bool):
         raise InvalidArgument(f"allow_plain_collectives is True or False, not {allow_plain_collectives!r}")
     if allow_plain_collectives and mode != "allreduce" and not isinstance(mode, LocalSGD):
         raise InvalidArgument(f"allow_plain_collectives belongs to mode='allreduce' and LocalSGD, not to {mode!r}")
-    if isinstance(mode, SyncReplicas):
+    if type(mode) in SAYS:
         if backup or staleness is not None:
-            raise InvalidArgument("SyncReplicas says how many tasks are spare: leave out backup and staleness")
-        elastic = mode.elastic or not mode.distinct
-        return Mode("sync", mode.backup, None, mode.m, mode.n or 0, elastic)
-    if isinstance(mode, LocalSGD):
-        if backup or staleness is not None:
-            raise InvalidArgument("LocalSGD says when tasks wait for each other: leave out backup and staleness")
-        return Mode("local", is_plain=allow_plain_collectives, every=mode.every)
-    if not isinstance(mode, str) or mode in LATER:
-        raise Unimplemented(f"mode={mode!r} is not there yet; there are: {', '.join(MODES)}")
+            raise InvalidArgument(f"{type(mode).__name__} says {SAYS[type(mode)]}: leave out backup and staleness")
+        return _mode_of_object(mode, allow_plain_collectives)
+    if not isinstance(mode, str):
+        raise InvalidArgument(
+            f"mode={mode!r:.200} is no mode; there are: {', '.join(MODES)}, and objects of tfnb.train"
+        )
     if mode not in MODES:
-        near = difflib.get_close_matches(mode, [*MODES, *LATER], 1)
+        near = difflib.get_close_matches(mode, MODES, 1)
         nearest = f"; near: {near[0]!r}" if near else ""
         raise InvalidArgument(
-            f"unknown mode {mode!r}{nearest}; there are: {', '.join(MODES)}, tfnb.train.LocalSGD, Sandblaster "
-            "and SyncReplicas"
+            f"unknown mode {mode!r}{nearest}; there are: {', '.join(MODES)}, tfnb.train.Downpour, LocalSGD, "
+            "Sandblaster and SyncReplicas"
         )
     if isinstance(backup, bool) or not isinstance(backup, int) or backup < 0:
         raise InvalidArgument(f"backup is the number of spare tasks, an int of at least 0, not {backup!r}")
@@ -261,6 +261,18 @@ def mode_of(
             f"of at least 0, not {staleness!r}"
         )
     return pipeline or Mode(mode, backup, staleness, is_plain=allow_plain_collectives)
+
+
+def _mode_of_object(mode: object, is_plain: bool) -> Mode:
+    """The mode of an object of `tfnb.train`."""
+    match mode:
+        case SyncReplicas():
+            return Mode("sync", mode.backup, None, mode.m, mode.n or 0, mode.elastic or not mode.distinct)
+        case LocalSGD():
+            return Mode("local", is_plain=is_plain, every=mode.every)
+        case Downpour():
+            return Mode("downpour", n_fetch=mode.n_fetch, n_push=mode.n_push, warm_start=mode.warm_start)
+    raise AssertionError(mode)
 
 
 def _pipeline_of(mode: TaskMode, schedule: object, replicas: object) -> Mode | None:

@@ -11,7 +11,7 @@ from tfnb.train.callbacks import EarlyStopping, Progress
 from tfnb.train.from_torch import from_torch
 from tfnb.train.ftrl import Ftrl
 from tfnb.train.lbfgs import LBFGS
-from tfnb.train.modes import LocalSGD, SyncReplicas
+from tfnb.train.modes import Downpour, LocalSGD, SyncReplicas
 from tfnb.train.optimizer import Optimizer
 from tfnb.train.sandblaster import Sandblaster
 from tfnb.train.saver import Saver
@@ -27,8 +27,8 @@ from tfnb.train.schedules import (
 from tfnb.train.update_rules import SGD, Adadelta, Adagrad, Adam, AdamW, LazyAdam, Momentum, Nesterov, RMSProp
 
 __all__ = [
-    "LBFGS", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "EarlyStopping", "ExponentialMovingAverage", "Ftrl",
-    "LazyAdam", "LocalSGD", "Momentum", "Nesterov", "Optimizer", "Progress", "RMSProp", "Sandblaster", "Saver",
+    "LBFGS", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Downpour", "EarlyStopping", "ExponentialMovingAverage",
+    "Ftrl", "LazyAdam", "LocalSGD", "Momentum", "Nesterov", "Optimizer", "Progress", "RMSProp", "Sandblaster", "Saver",
     "SyncReplicas",
     "cosine_decay", "exponential_decay", "from_torch", "inverse_time_decay", "natural_exp_decay",
     "piecewise_constant", "polynomial_decay", "warmup",

@@ -1,10 +1,11 @@
-"""How the tasks of a cluster work together, for options that a word does not say. Imports errors only."""
+"""How the tasks of a cluster work together, for options that a word does not say. Imports optimizers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tfnb.errors import InvalidArgument
+from tfnb.train.optimizer import Optimizer
 from tfnb.train.sandblaster import Sandblaster
 
 
@@ -59,23 +60,78 @@ class LocalSGD:
     ``"allreduce"``, and no step waits for the slowest task. ``every=1`` with plain SGD and a loss that is a mean over
     rows is ``"sync"``.
 
+    outer: an optimizer that makes the step from one meeting to the next, as DiLoCo does (Douillard et al., 2023, with
+    ``tfnb.train.Nesterov(0.7, 0.9)``). Its gradient of a trainable Variable is the value of the last meeting minus the
+    mean of this one; all else that tasks have is averaged. Its slots are Variables of the graph: `Session.save` and
+    checkpoints hold them, and the same object goes on with them in the next training. Without ``outer``, all take the
+    mean; ``SGD(1.0)`` does so up to rounding, 1e-15 of the values in float64.
+
     A task that is lost costs the steps since the last meeting: they are dropped, and taken again by the tasks that are
     left, so that each row counts once. Checkpoints, callbacks and other readers see the values of meetings.
 
-    The method is local SGD (Stich, 2019); DistBelief's Downpour with as many steps between a fetch and a push meets at
-    servers instead.
+    The method is local SGD (Stich, 2019); tasks of `Downpour` meet at servers instead, each at a time of its own.
 
-    >>> LocalSGD(50).every
+    >>> from tfnb.train import Nesterov
+    >>> LocalSGD(50, outer=Nesterov(0.7, 0.9)).every
     50
     """
 
     every: int = 50
+    outer: Optimizer | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise InvalidArgument(
                 f"LocalSGD: every is the number of steps between two meetings, an int of at least 1, not {self.every!r}"
             )
+        if self.outer is not None and not isinstance(self.outer, Optimizer):
+            raise InvalidArgument(
+                "LocalSGD: outer is an optimizer of tfnb.train, such as tfnb.train.Nesterov(0.7, 0.9), or None, not "
+                f"{self.outer!r}"
+            )
 
 
-TaskMode = str | SyncReplicas | LocalSGD | Sandblaster  # the ``mode`` of `tfnb.fit`
+@dataclass(frozen=True, slots=True)
+class Downpour:
+    """Asynchronous tasks that train on copies of their own, and meet the parameter servers now and then.
+
+    Each step is a whole batch of one task. A task adds up the gradients of its steps and pushes the sum after every
+    ``n_push`` of them; the servers take it as one step of the recorded optimizer. After every ``n_fetch`` steps it
+    fetches the Parameters, and all else that gradients read. In between, a local step applies the gradient of each
+    step to the task's copy, by the same optimizer and its rate; the next fetch replaces the copy.
+    ``Downpour(1, 1)`` applies what ``mode="async"`` applies, bit for bit.
+
+    The servers' optimizer slots count: Adagrad divides by the gradients that all tasks have pushed. For its local steps
+    a task has slots of its own, which begin with the servers' values and are neither fetched nor pushed. Schedules and
+    step counters on the servers count pushes. Of what a step writes along no gradient, such as running statistics of
+    batch norm, servers take that of the last step of a push.
+
+    A push counts once. The last one of a pass, or of batches that are drawn here, may have fewer steps. A task that is
+    lost costs the steps that it has not pushed: the other tasks take them again. Tasks stand still where nothing is
+    unpushed, so that a checkpoint or another reader sees whole pushes. They go on from their copies, or, if others have
+    written meanwhile, from the values of then. ``resume=`` goes on as after ``"async"``.
+
+    warm_start: the first steps of a training, taken by one task before the others begin, in whole pushes.
+
+    The method is Downpour SGD of DistBelief (Dean et al., 2012), where the first push is made after the first step.
+
+    >>> Downpour(n_fetch=5, n_push=5, warm_start=100).n_push
+    5
+    """
+
+    n_fetch: int = 1
+    n_push: int = 1
+    warm_start: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, text in (
+            ("n_fetch", 1, "the number of steps between two fetches of the Parameters"),
+            ("n_push", 1, "the number of steps whose gradients are pushed together"),
+            ("warm_start", 0, "the number of steps that one task takes before the others begin"),
+        ):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < least:
+                raise InvalidArgument(f"Downpour: {name} is {text}, an int of at least {least}, not {count!r}")
+
+
+TaskMode = str | SyncReplicas | LocalSGD | Downpour | Sandblaster  # the ``mode`` of `tfnb.fit`

@@ -463,3 +463,47 @@ def test_late_messages_mean_nothing(state):
         )
         == []
     )
+
+
+def test_steps_that_are_pushed_together_have_one_operation():
+    machine = leases(shards=[0, 1], n_push=3)
+    given = play(machine, Offer("abcdefgh"), Offer("xyz"), Offer("uv"))
+    first, _, third = (give.piece for give in given)
+    assert (len(first.operations), third.stream, third.first) == (3, first.stream, 3), "the last push is of two steps"
+    assert play(machine, PieceProgress(0, first.number, 3)) == [Report(first.number, 0, 3, (0,))]
+    (give,) = play(machine, e.TaskLoss(0))
+    again = give.piece
+    assert (again.steps, again.first, [*map(list, map(again.pushed_by, range(2)))]) == ("defgh", 1, [[0, 1, 2], [3, 4]])
+
+
+def test_a_push_that_one_shard_lacks_is_completed_as_a_whole():
+    machine = leases(shards=[0, 1], n_push=2)
+    given = play(machine, Offer("abcde"), Offer("xy"))
+    stream = given[0].piece.stream
+    play(machine, e.Interrupt(), e.TaskLoss(0))
+    play(machine, LoopEnd(1))
+    told, mend = play(machine, AppliedCounts({(stream, 0): [0, 1], (stream, 1): [0]}))
+    assert (told.start, told.stop) == (0, 2)
+    assert (mend.task, mend.piece.steps, mend.piece.operations) == (1, "cd", [(stream, 1)])
+    end = play(machine, PieceProgress(1, mend.piece.number, 2))
+    assert end == [Report(mend.piece.number, 0, 2, (1,)), e.Finish(cause=e.UserStop())]
+
+
+def test_one_task_takes_the_first_steps_and_the_next_one_if_it_is_lost():
+    machine = leases(tasks=(0, 1, 2), warm_start=5, n_push=2, sizes=PieceSizes(unit=2))
+    given, steps = [], iter(range(100))
+    while machine.takers:
+        assert machine.takers == [0]
+        offer = Offer([next(steps) for _ in range(machine.next_size(None))], machine.takers[0])
+        given += play(machine, offer)
+    assert given_to(given) == [(0, [0, 1]), (0, [2, 3])]
+    play(machine, PieceProgress(0, given[0].piece.number, 2))
+    assert machine.takers == [0]
+    (give,) = play(machine, Offer([next(steps) for _ in range(machine.next_size(None))], 0))
+    assert given_to([give]) == [(0, [4, 5])] and machine.takers == [], "whole pushes, and no more"
+    taken = play(machine, e.TaskLoss(0))
+    assert given_to(taken) == [(1, [2, 3]), (1, [4, 5])]
+    play(machine, PieceProgress(1, taken[0].piece.number, 2))
+    assert machine.takers == []
+    play(machine, PieceProgress(1, taken[1].piece.number, 2))
+    assert [sorted(machine.takers[:2]), sorted(machine.takers[2:])] == [[1, 2], [1, 2]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ class Push(NamedTuple):
     epoch: int
     incarnation: int
     op: OpId
-    step: int
+    steps: tuple[int, ...]
     training: str
 
 
@@ -59,9 +59,14 @@ class Loop:
     is_wanted: bool = True  # the notebook listens to it
     is_standing: bool = False
     pieces: deque[Any] = field(default_factory=deque)
-    at: int = 0  # of the first piece
+    at: int = 0  # push of the first piece
     answered: set[int] = field(default_factory=set)
-    is_inside: bool = False  # it has sent its step somewhere
+    is_inside: bool = False  # it has sent its push somewhere
+
+    @property
+    def done(self) -> int:
+        """Steps of the first piece that are pushed."""
+        return self.pieces[0].pushed_by(self.at).start if self.at else 0
 
 
 class Faults(RuleBasedStateMachine):
@@ -84,9 +89,12 @@ class Faults(RuleBasedStateMachine):
         self.gone: set[int] = set()  # tasks whose loops were lost
         self.asked: Any = None  # operations that servers are to tell of
 
-    @initialize(shards=st.integers(1, 3), tasks=st.integers(1, 3), patience=st.sampled_from([0.0, 5.0]))
-    def begin(self, shards: int, tasks: int, patience: float) -> None:
-        self.shards, self.patience = range(shards), patience
+    @initialize(
+        shards=st.integers(1, 3), tasks=st.integers(1, 3), patience=st.sampled_from([0.0, 5.0]),
+        n_push=st.integers(1, 3), warm_start=st.sampled_from([0, 0, 4]),
+    )  # fmt: skip
+    def begin(self, shards: int, tasks: int, patience: float, n_push: int = 1, warm_start: int = 0) -> None:
+        self.shards, self.patience, self.n_push, self.warm_start = range(shards), patience, n_push, warm_start
         self.open(tasks)
 
     def open(self, tasks: int) -> None:
@@ -108,7 +116,10 @@ class Faults(RuleBasedStateMachine):
         self.streams: set[int] = set()
         names = [next(self.tasks) for _ in range(tasks)]
         self.loops = {name: Loop(name) for name in names}
-        self.machine = a.Leases(names, list(self.shards), self.numbers, deadline=float("inf"), patience=self.patience)
+        self.machine = a.Leases(
+            names, list(self.shards), self.numbers, deadline=float("inf"), patience=self.patience, n_push=self.n_push,
+            warm_start=max(0, self.warm_start - len(self.applied)),
+        )  # fmt: skip
         self.feed(e.Start())
 
     def ask(self, shard: int, method: str, tensors: Any = (), **meta: Any) -> Any:
@@ -131,7 +142,9 @@ class Faults(RuleBasedStateMachine):
                 case a.Give(task, piece):
                     self.pieces[piece.number] = piece
                     self.streams.add(piece.stream)
-                    self.loops[task].pieces.append(a.StreamPiece(piece.number, piece.stream, piece.first, piece.steps))
+                    if len(self.applied) < self.warm_start:
+                        assert task == self.machine.tasks[0], "one task begins"
+                    self.loops[task].pieces.append(replace(piece))
                 case a.Report(number, start, stop):
                     told = [batch.number for batch in self.steps_of(number)[start:stop]]
                     assert not any(step in self.applied for step in told), "a step is told once"
@@ -196,15 +209,15 @@ class Faults(RuleBasedStateMachine):
     @precondition(lambda self: self.loops)
     @rule(which=st.integers(0, 9), shards=st.sets(st.integers(0, 2)))
     def send(self, which: int, shards: set[int]) -> None:
-        """A loop sends its step to some servers that have not answered, for the first time or again."""
+        """A loop sends its push to some servers that have not answered, for the first time or again."""
         loop = [*self.loops.values()][which % len(self.loops)]
         if loop.is_dead or not loop.pieces or (loop.is_standing and not loop.is_inside):
             return
         piece, loop.is_inside = loop.pieces[0], True
         for shard in set(self.shards) & shards - loop.answered:
-            op = OpId(self.client(piece.stream), piece.first + loop.at)
-            core, step = self.cores[shard], piece.steps[loop.at].number
-            self.bag.append(Push(loop, shard, core.epoch, core.incarnation, op, step, self.training))
+            op, core = OpId(self.client(piece.stream), piece.first + loop.at), self.cores[shard]
+            steps = tuple(piece.steps[at].number for at in piece.pushed_by(loop.at))
+            self.bag.append(Push(loop, shard, core.epoch, core.incarnation, op, steps, self.training))
 
     @precondition(lambda self: self.bag)
     @rule(which=st.integers(0, 99), stays=st.booleans(), is_heard=st.booleans())
@@ -217,7 +230,7 @@ class Faults(RuleBasedStateMachine):
 
     def arrive(self, push: Push, is_heard: bool = True) -> None:
         mark = torch.zeros(TOTAL)
-        mark[push.step] = 1.0
+        mark[list(push.steps)] = 1.0
         core = self.cores[push.shard]
         meta = {"plan": "add", "training": push.training, "loop": f"{push.loop.task}"}
         request = Request("push", push.op, push.epoch, push.incarnation, meta, [mark])
@@ -234,13 +247,13 @@ class Faults(RuleBasedStateMachine):
                     self.step_done(loop)
 
     def step_done(self, loop: Loop) -> None:
-        """All servers have a step of a loop; it tells at once where its piece is done, else when it is asked to."""
+        """All servers have a push of a loop; it tells at once where its piece is done, else when it is asked to."""
         piece = loop.pieces[0]
         loop.at, loop.answered, loop.is_inside = loop.at + 1, set(), False
-        if loop.at == piece.count:
+        if loop.at == len(piece.operations):
             loop.pieces.popleft()
-            done, loop.at = loop.at, 0
-            self.tell(loop, piece.number, done)
+            loop.at = 0
+            self.tell(loop, piece.number, piece.count)
 
     def tell(self, loop: Loop, number: int, done: int) -> None:
         if loop.is_wanted and not loop.is_dead and self.end is None:
@@ -258,7 +271,7 @@ class Faults(RuleBasedStateMachine):
         if loop is None:
             return
         if loop.pieces:
-            self.tell(loop, loop.pieces[0].number, loop.at)
+            self.tell(loop, loop.pieces[0].number, loop.done)
         if loop.task in self.stopping and not loop.is_inside:
             self.stopping.discard(loop.task)
             loop.pieces.clear()

@@ -713,7 +713,7 @@ class Engine:
             await asyncio.gather(*(self._register_one(*item) for item in missing))
 
     async def register_updates(self, updates: Mapping[int, Plan], member: Member) -> None:
-        """Register with a rank the update plans that ranks run in place of servers."""
+        """Register with a task the update plans that it runs on copies of its own."""
         missing = [plan for plan in updates.values() if plan.id not in member.plans]
         await asyncio.gather(*(self._register_one(member, "register_update", plan, None) for plan in missing))
 

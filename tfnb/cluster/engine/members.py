@@ -14,6 +14,8 @@ import torch
 from tfnb.cluster.engine.holders import Process
 from tfnb.cluster.engine.pace import Pace
 from tfnb.cluster.wire.messages import GIVEN_UP, SILENCE, Peer
+from tfnb.graph import Variable
+from tfnb.passes import StepGraph
 from tfnb.state.batch_order import RowOrder
 from tfnb.state.chunks import ChunkedArray
 
@@ -146,12 +148,20 @@ class SentData:
     members: set[Member] = field(default_factory=set)
 
 
+class OuterStep(NamedTuple):
+    """The step that replicas take where they meet; its feeds are differences of ``variables``, in their order."""
+
+    step: StepGraph
+    variables: tuple[Variable, ...]
+
+
 class Mode(NamedTuple):
     """The mode of a training: a row of MODES, with the options of `tfnb.fit`.
 
     ``required``: of how many tasks a step is made, 0 for all but the ``backup`` ones. ``replicas``: how many tasks it
     is meant for. ``elastic``: whether fewer than ``required`` ones go on. ``is_plain``: `allow_plain_collectives`.
-    ``schedule``, ``pipelines``: of a pipeline, and how many replicas of it there are.
+    ``schedule``, ``pipelines``: of a pipeline, and how many replicas of it there are. ``n_fetch``, ``n_push``,
+    ``warm_start``: of `tfnb.train.Downpour`. ``outer``: of `tfnb.train.LocalSGD`.
     """
 
     name: str = "sync"
@@ -165,6 +175,10 @@ class Mode(NamedTuple):
     pipelines: int = 1
     is_coordinated: bool = False  # whether the notebook holds no values meanwhile: it acts where tasks stand still
     every: int = 0  # steps of a rank between two meetings, where it takes them on its own; 0: it sums each step
+    n_fetch: int = 1
+    n_push: int = 1
+    warm_start: int = 0
+    outer: OuterStep | None = None
 
     @property
     def is_joint(self) -> bool:
@@ -175,6 +189,16 @@ class Mode(NamedTuple):
     def has_ranks(self) -> bool:
         """Whether tasks hold the Variables while they train."""
         return self.name in ("allreduce", "local")
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether tasks make updates on copies of Variables and optimizer slots of their own."""
+        return self.has_ranks or self.name == "downpour"
+
+    @property
+    def takes_local_steps(self) -> bool:
+        """Whether tasks take steps that the servers, or other tasks, see later or in sums only."""
+        return bool(self.every) or self.n_fetch > 1 or self.n_push > 1
 
     @property
     def is_pipeline(self) -> bool:
@@ -190,9 +214,12 @@ class Mode(NamedTuple):
         options: dict[str, Any] = {"staleness": self.staleness} if self.staleness is not None else {}
         options |= {"backup": self.backup} if self.backup else {}
         options |= {"every": self.every} if self.every else {}
+        options |= {"n_fetch": self.n_fetch, "n_push": self.n_push} if self.name == "downpour" else {}
+        options |= {"warm_start": self.warm_start} if self.warm_start else {}
         options |= {"schedule": self.schedule} if self.schedule else {}
         options |= {"replicas": self.pipelines} if self.pipelines > 1 else {}
         return " ".join([self.name, *(f"{name}={value}" for name, value in options.items())])
 
 
 MODES = ("sync", "async", "bounded", "allreduce", "pipeline")
+CLASSES = ("local", "downpour")  # modes that a user names by an object of `tfnb.train`

@@ -26,7 +26,7 @@ from tfnb.cluster.modes import rounds as s
 from tfnb.cluster.modes.joins import Join, join
 from tfnb.cluster.server.courses import HOLD
 from tfnb.cluster.tasks.data import written
-from tfnb.cluster.tasks.programs import PlacedStep, Plan, as_update
+from tfnb.cluster.tasks.programs import PlacedStep, Plan, updates_of
 from tfnb.cluster.wire import envelope
 from tfnb.cluster.wire.messages import Ask, Failure, NotDone, Ok, Outcome, Refusal, failed
 from tfnb.cluster.wire.transport import read_outcome
@@ -122,7 +122,7 @@ class Training:
     def _take(self, mode: Mode, tasks: list[int]) -> None:
         """The policy of a mode, from the next step on."""
         self._staleness = mode.staleness if mode.name == "bounded" else None
-        self._every = mode.every
+        self._mode = mode
         about = (tasks, self.placed.writes, self._pieces, self._deadline)
         least = 1 if mode.elastic else mode.required
         self.machine: Machine
@@ -134,7 +134,9 @@ class Training:
                 sizes_of = a.PieceSizes(unit=max(1, mode.every))
                 self.machine = r.Ranks(*about, patience=self._patience, base=self.steps, sizes=sizes_of)
             case _:
-                self.machine = a.Leases(*about, self._patience, lends_twice=mode.is_coordinated)
+                warm, sizes_of = max(0, mode.warm_start - len(self._applied_steps)), a.PieceSizes(unit=mode.n_push)
+                pushes: dict[str, Any] = {"n_push": mode.n_push, "warm_start": warm, "sizes": sizes_of}
+                self.machine = a.Leases(*about, self._patience, lends_twice=mode.is_coordinated, **pushes)
 
     # -- what the engine asks for -------------------------------------------------------------------------------
 
@@ -462,7 +464,8 @@ class Training:
             "part": part, "shards": list(self.placed.writes),
             "number": piece.number, "stream": self._stream(piece.stream), "first": piece.first, "count": piece.count,
             "staleness": self._staleness, "order": None, "steps": None, "run": 0, "meeting": None,
-            "every": self._every,
+            "every": self._mode.every, "n_fetch": self._mode.n_fetch, "n_push": self._mode.n_push,
+            "updates": [[shard, plan.id] for shard, plan in self._updates.items()], "outer": self._outer_facts,
         }  # fmt: skip
         self._steps_of[piece.number] = self._step_numbers(piece.steps)
         if isinstance(self.data, Ahead):
@@ -510,7 +513,7 @@ class Training:
                 await self._register(member)
                 await self._load(member)
                 if isinstance(self.machine, r.Ranks):
-                    meta |= await self._meeting(self.machine, meta["part"])
+                    meta["meeting"] = await self._meeting(self.machine, meta["part"])
                 answer: Outcome = await self._asked(member, "lend", meta, tensors)
             except NotDone as failure:
                 answer = failure.outcome
@@ -671,25 +674,37 @@ class Training:
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     async def _register(self, member: Member) -> None:
-        """Register the plans with a task and the servers, and the servers' plans with a rank."""
+        """Register the plans with a task and the servers."""
         await self.engine.register(self.placed, member)
-        if self.has_ranks:
-            await self.engine.register_updates(self._updates, member)
+        await self.engine.register_updates(self._updates, member)
+        if self.placed.outer is not None:
+            outer = self.placed.outer.placed
+            await self.engine.register(outer, member)
+            await self.engine.register_updates(updates_of(outer), member)
 
     @property
     def _updates(self) -> dict[int, Plan]:
-        """The servers' plans, converted for ranks."""
-        return {shard: as_update(plan) for shard, plan in self.placed.servers.items()}
+        """The servers' plans, for tasks that make updates on copies of their own; none for other tasks."""
+        return updates_of(self.placed) if self._mode.has_copies else {}
 
-    async def _meeting(self, machine: r.Ranks, part: tuple[int, int, int]) -> dict[str, Any]:
+    @property
+    def _outer_facts(self) -> dict[str, Any] | None:
+        """The outer step, for ranks."""
+        outer = self.placed.outer
+        if outer is None or self._mode.outer is None:  # it began with an outer step, and changed to another mode
+            return None
+        updates = [[shard, plan.id] for shard, plan in updates_of(outer.placed).items()]
+        pieces = [[list(piece) for piece in pieces] for pieces in outer.pieces]
+        return {"plan": outer.placed.compute.id, "updates": updates, "pieces": pieces}
+
+    async def _meeting(self, machine: r.Ranks, part: tuple[int, int, int]) -> list[Any]:
         """The rendezvous of a rank: address of the first rank, rank and size; one rendezvous for each generation."""
         rank, size, _ = part
         if machine.first not in self._meetings:
             first, name = self.engine.tasks[machine.members[0]], f"{self._name}/{machine.first}"
             self._meetings = {machine.first: asyncio.create_task(self._meet(first, name))}
         answer = await asyncio.shield(self._meetings[machine.first])
-        meeting = [answer.meta["name"], answer.meta["host"], answer.meta["port"], rank, size]
-        return {"meeting": meeting, "updates": [[shard, plan.id] for shard, plan in self._updates.items()]}
+        return [answer.meta["name"], answer.meta["host"], answer.meta["port"], rank, size]
 
     async def _meet(self, first: Member, name: str) -> Ok:
         answer = await self._asked(first, "meet", {"name": name, "loop": "", "seen": 0}, ())

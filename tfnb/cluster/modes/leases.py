@@ -1,18 +1,18 @@
 """Asynchronous training as a pure machine: pieces of a training are leased to tasks that loop by themselves.
 
 `Leases` lends each task pieces of training ahead of need, two at a time. A piece is a run of steps under one stream of
-operation numbers; a piece whose task is gone is lent again, from where it was last heard of, under the same numbers, so
-that a server applies each step once. Where tasks are idle while another is slow (``lends_twice``), they get copies of
-its pieces: of each step the first of both counts. Training ends, and can be held, at a cut: every step is then applied
-on all servers or on none. No clock, socket, thread or Dask: time arrives as an argument, and `training` carries out
-what is said here. Steps themselves are opaque: a sequence of them, cut by slices.
+operation numbers, one for each push; a piece whose task is gone is lent again, from where it was last heard of, under
+the same numbers, so that a server applies each push once. Where tasks are idle while another is slow (``lends_twice``),
+they get copies of its pieces: of each step the first of both counts. Training ends, and can be held, at a cut: every
+step is then applied on all servers or on none. No clock, socket, thread or Dask: time arrives as an argument, and
+`training` carries out what is said here. Steps themselves are opaque: a sequence of them, cut by slices.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from tfnb.cluster.modes import events as e
@@ -28,8 +28,9 @@ SLOW, LEAST = 2.0, 0.25  # times what pieces took lately, and seconds, after whi
 
 @dataclass
 class StreamPiece:
-    """Steps ``first`` and following of a stream. ``done``: the number reported as done to the notebook.
+    """Steps that are pushed as operations ``first`` and following of a stream, ``n_push`` steps at a time.
 
+    The last push of a piece may have fewer. ``done``: the number of steps reported as done to the notebook.
     ``is_again``: another task had it, so that some servers may have applied some of the rest. ``lost``: tasks that
     died over its next step, one of each attempt. ``told``: of a piece with a copy, the number that either has done.
     """
@@ -42,6 +43,7 @@ class StreamPiece:
     is_again: bool = False
     lost: tuple[int, ...] = ()
     told: int = 0
+    n_push: int = 1
 
     @property
     def count(self) -> int:
@@ -50,14 +52,20 @@ class StreamPiece:
 
     @property
     def operations(self) -> list[tuple[int, int]]:
-        """Stream and operation number of each step."""
-        return [(self.stream, self.first + at) for at in range(self.count)]
+        """Stream and operation number of each push."""
+        return [(self.stream, self.first + at) for at in range(-(-self.count // self.n_push))]
+
+    def pushed_by(self, at: int) -> range:
+        """The steps of a push, by the place of its operation."""
+        return range(at * self.n_push, min((at + 1) * self.n_push, self.count))
 
     def rest(self, number: int) -> StreamPiece:
         """The steps not done, as a piece with another number."""
         done = max(self.done, self.told)
-        lost = () if done else self.lost
-        return StreamPiece(number, self.stream, self.first + done, self.steps[done:], is_again=True, lost=lost)
+        first, lost = self.first + done // self.n_push, () if done else self.lost
+        return replace(
+            self, number=number, first=first, steps=self.steps[done:], done=0, told=0, is_again=True, lost=lost
+        )
 
 
 # -- events, beside the shared ones ---------------------------------------------------------------------------
@@ -101,7 +109,7 @@ class TaskPause(NamedTuple):
 
 
 class AppliedCounts(NamedTuple):
-    """For each step in doubt, by stream and operation number, the shards that applied it."""
+    """For each push in doubt, by stream and operation number, the shards that applied it."""
 
     shards: Mapping[tuple[int, int], Collection[int]]
 
@@ -201,9 +209,10 @@ class PieceSizes:
 class Leases:
     """Asynchronous training: each task works on pieces of its own.
 
-    ``patience``: seconds that training without any task waits for one; a silent task is waited for. ``lends_twice``:
-    whether idle tasks get copies of late pieces; a task whose piece another one has done first ends its loop, and
-    begins anew, so that it stands at the end of a pass.
+    ``patience``: seconds that training without any task waits for one; a silent task is waited for. ``n_push``: steps
+    that a task pushes together. ``warm_start``: steps that one task takes, and servers apply, before the others begin.
+    ``lends_twice``: whether idle tasks get copies of late pieces; a task whose piece another one has done first ends
+    its loop, and begins anew, so that it stands at the end of a pass.
     States: planned; open; closing (loops end, what is in doubt is found out and completed); counting; over.
     """
 
@@ -215,6 +224,10 @@ class Leases:
     until: float = float("inf")  # it waits for a task
     state: str = "planned"
     cause: e.Cause | None = None
+    n_push: int = 1
+    warm_start: int = 0
+    offers: int = 0  # steps that were offered
+    applied: int = 0  # steps that tasks have reported as applied
     sizes: PieceSizes = field(default_factory=PieceSizes)
     out: dict[int, deque[StreamPiece]] = field(default_factory=dict)  # task -> pieces, in order
     again: deque[StreamPiece] = field(default_factory=deque)  # pieces that lost their task
@@ -252,18 +265,32 @@ class Leases:
         """A task for each piece that there is room for; tasks with the fewest pieces come first."""
         if self.state != "open" or self.is_ended:
             return []
-        room = [task for had in range(AHEAD) for task in self.room if len(self.out.get(task, ())) <= had]
-        return [*room[len(self.again) + len(self.offered) :]]
+        room = [task for had in range(AHEAD) for task in self._with_room if len(self.out.get(task, ())) <= had]
+        room = room[len(self.again) + len(self.offered) :]
+        if self._is_warming:  # one offer at a time, as its size counts what was offered before
+            room = room[: self.offers < self.warm_start]
+        return [*room]
+
+    def next_size(self, left: int | None) -> int:
+        """The number of steps of the next offer; ``left``: the steps left to lend (None: unknown)."""
+        if self._is_warming:
+            warm = self.warm_start - self.offers
+            left = warm if left is None else min(left, warm)
+        return self.sizes.next(left, 1 if self._is_warming else len(self.tasks))
+
+    @property
+    def _is_warming(self) -> bool:
+        return self.applied < self.warm_start
+
+    @property
+    def _with_room(self) -> tuple[int, ...]:
+        """The tasks that may get another piece."""
+        return tuple(task for task in self.tasks[:1] if task in self.room) if self._is_warming else tuple(self.room)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is lent or waits to be."""
         return not (self.lent or self.again or self.offered or self.stopping)
-
-    @property
-    def parts(self) -> int:
-        """The number of tasks that work on pieces of their own."""
-        return len(self.tasks)
 
     def on(self, event: Event, now: float) -> list[Instruction]:  # noqa: C901 (one line for each state and event)
         """The instructions that an event leads to."""
@@ -273,6 +300,7 @@ class Leases:
                 return [] if self.tasks else self._close(e.TasksLost())
             case "open", Offer():
                 self.offered.append(event)
+                self.offers += len(event.steps)
                 return self._next(now)
             case "open", e.DataEnd():
                 self.is_ended = True
@@ -341,7 +369,7 @@ class Leases:
         """Pieces for tasks that have room, as far as there are some. Every report of every task comes by here."""
         given: list[Instruction] = []
         first = self.offered[0].task if len(self.offered) == 1 and not self.again else None
-        tasks = tuple(self.room) if first is None or first not in self.room else (first,)
+        tasks = self._with_room if first is None or first not in self.room else (first,)
         for had in range(AHEAD) if self.again or self.offered else ():  # who has least comes first
             for task in tasks:
                 if len(self.out.get(task, ())) == had and (piece := self._taken(task)) is not None:
@@ -373,8 +401,8 @@ class Leases:
         at = min(fits, key=lambda at: self.offered[at].task != task)
         steps, stream = self.offered[at].steps, self.streams.setdefault(task, [next(self.numbers), 0])
         del self.offered[at]
-        piece = StreamPiece(next(self.numbers), stream[0], stream[1], steps)
-        stream[1] += piece.count
+        piece = StreamPiece(next(self.numbers), stream[0], stream[1], steps, n_push=self.n_push)
+        stream[1] += len(piece.operations)
         return piece
 
     def _give(self, task: int, piece: StreamPiece, now: float) -> Give:
@@ -390,7 +418,8 @@ class Leases:
         piece = next((piece for piece in self.out.get(task, ()) if piece.number == number), None)
         if piece is None or done <= piece.done:
             return []
-        start, piece.done, self.missed = max(piece.done, piece.told), done, 0
+        start, self.missed = max(piece.done, piece.told), 0
+        piece.done, self.applied = done, self.applied + max(0, done - start)
         told: list[Instruction] = [Report(number, start, done, (task,))] if done > start else []
         twin = self._twin(piece)
         if twin is not None:
@@ -538,7 +567,7 @@ class Leases:
         self.doubtful += [piece.rest(next(self.numbers)) for piece in pieces if piece.is_again]
 
     def _closing(self) -> list[Instruction]:
-        """Once every loop has ended, ask the shards for the applied ones among the doubtful steps, or end."""
+        """Once every loop has ended, ask the shards for the applied ones among the doubtful pushes, or end."""
         if self.lent:
             return []
         if not self.doubtful:
@@ -547,17 +576,19 @@ class Leases:
         return [Count(tuple(self.doubtful))]
 
     def _counted(self, shards: Mapping[tuple[int, int], Collection[int]], now: float) -> list[Instruction]:
-        """Count doubtful steps: applied if on all shards; a partly applied step is completed by a task, or torn."""
+        """Count doubtful pushes: applied if on all shards; a partly applied push is completed by a task, or torn."""
         told: list[Instruction] = []
         doubtful, self.doubtful, self.state = self.doubtful, [], "closing"
         for piece in doubtful:
-            for i, operation in enumerate(piece.operations):
+            for at, operation in enumerate(piece.operations):
+                steps = piece.pushed_by(at)
                 applied = tuple(shard for shard in self.shards if shard in shards.get(operation, ()))
                 if len(applied) == len(self.shards):
-                    told.append(Report(piece.number, i, i + 1, ()))
+                    told.append(Report(piece.number, steps.start, steps.stop, ()))
                 elif applied and self.tasks and operation not in self.mended:
                     self.mended.add(operation)
-                    mend = StreamPiece(next(self.numbers), *operation, piece.steps[i : i + 1], is_again=True)
+                    lacking = piece.steps[steps.start : steps.stop]
+                    mend = replace(piece, number=next(self.numbers), first=operation[1], steps=lacking, is_again=True)
                     told.append(self._give(self.tasks[0], mend, now))
                 elif applied:
                     self.torn.append(applied)

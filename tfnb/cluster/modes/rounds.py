@@ -119,10 +119,9 @@ class Rounds:
         """Whether nothing is lent or waits to be."""
         return not (self.out or self.again or self.offered)
 
-    @property
-    def parts(self) -> int:
-        """The number of tasks that work on pieces of their own: one, since all tasks share each piece."""
-        return 1
+    def next_size(self, left: int | None) -> int:
+        """The number of steps of the next offer, for all tasks; ``left``: the steps left to lend (None: unknown)."""
+        return self.sizes.next(left, 1)
 
     def part(self, task: int) -> tuple[int, int, int]:
         """The number of a task among the workers, how many there are, and of how many parts a step is made."""

@@ -18,7 +18,7 @@ from distributed import Client
 
 from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.engine.lent_windows import may_be_lent
-from tfnb.cluster.engine.members import MODES, Ahead, Mode, StepFeeds
+from tfnb.cluster.engine.members import CLASSES, MODES, Ahead, Mode, StepFeeds
 from tfnb.cluster.engine.sources import NONE, drawn_from
 from tfnb.cluster.engine.step_record import StepRecord
 from tfnb.cluster.engine.training import Training
@@ -33,7 +33,7 @@ from tfnb.cluster.notebook.variables_there import VariablesThere
 from tfnb.cluster.notebook.waiting import SETTLE, EventLoopWaiter, begin_look
 from tfnb.cluster.tasks.collectives import is_summed
 from tfnb.cluster.tasks.part_programs import part_plans, task_of
-from tfnb.cluster.tasks.programs import PlacedStep, place
+from tfnb.cluster.tasks.programs import PlacedOuterStep, PlacedStep, place
 from tfnb.cluster.wire import envelope
 from tfnb.cluster.wire.lossy import AS_THEY_ARE, LossyTransfers
 from tfnb.cluster.wire.messages import GIVEN_UP
@@ -328,7 +328,10 @@ class Steps:
         over = self._over_rows(step, check, compile) if may_sum else None
         is_stepwise = why or not placed.writes or over is not None
         names = _ensure_summed(step, placed, how, is_taken=not is_stepwise)
-        if names and not is_stepwise and tasks > 1 and not placed.tasks:
+        if how.outer is not None and is_stepwise:
+            why = why or "the step writes no Variable"
+            raise Unimplemented(f"LocalSGD(outer=...) takes no such step: {why}. Leave out outer")
+        if names and not is_stepwise and (tasks > 1 or how.n_push > 1) and not placed.tasks:
             warnings.warn(_apart(names, how, how.is_joint), stacklevel=user_level(None))
         if (self._variables.held.stale or self._queues.lacks_copies) and not how.is_coordinated:
             self._show()  # should a server be lost, training goes on from what is here
@@ -342,7 +345,8 @@ class Steps:
             if is_stepwise
             else self._looping(step, placed, source, how, changes, end, timeout, applied, seen)
         )
-        is_shown, interrupts, written = False, self._engine.interrupts, frozenset(step.writes)
+        is_shown, interrupts = False, self._engine.interrupts
+        written = frozenset([*step.writes, *(how.outer.step.writes if how.outer is not None else ())])
         self._variables.training.append(written)
         try:
             try:
@@ -488,7 +492,7 @@ class Steps:
     def _possible(self, mode: Mode) -> Mode:
         """Check that the cluster has the tasks required by a mode."""
         tasks = sum(member.is_there for member in self._engine.places.values())
-        if mode.name not in (*MODES, "local"):
+        if mode.name not in (*MODES, *CLASSES):
             raise Unimplemented(f"mode={mode.name!r}: this version trains with {' and '.join(map(repr, MODES))}")
         if mode.has_ranks and self._client.security.require_encryption and not mode.is_plain:
             raise InsecureAddress(
@@ -602,6 +606,11 @@ class Steps:
     ) -> Generator[StepGroup, None, None]:  # fmt: skip
         """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
         engine, held, left = self._engine, self._variables.held, self._left(end)
+        if mode.outer is not None:
+            outer = self.place(mode.outer.step, parallel=False)
+            pieces_of = tuple(outer.placement.homes[variable.key] for variable in mode.outer.variables)
+            placed = replace(placed, outer=PlacedOuterStep(outer, pieces_of))
+            self._variables.send_for_step(mode.outer.step.variables)
         self._variables.send_for_step(step.variables)
         self._variables.outdated(step)
         data, pieces = drawn_from(source, not mode.is_joint, engine.homes, applied)
@@ -630,7 +639,7 @@ class Steps:
                 self._variables.send_for_step(step.variables, thorough=False)
                 machine, offers = training.machine, []
                 for task in machine.takers:
-                    size = machine.sizes.next(pieces.left, machine.parts)
+                    size = machine.next_size(pieces.left)
                     piece = pieces.take(size, lambda: bool(held.written(step.variables, thorough=False)), task)
                     offers += [Offer(piece, task)] if piece else []
                     if pieces.held_back or pieces.stands or pieces.is_spent:
@@ -729,10 +738,12 @@ class Steps:
 def _ensure_summed(step: StepGraph, placed: PlacedStep, mode: Mode, *, is_taken: bool) -> tuple[str, ...]:
     """Names of Variables that several tasks write along no gradient.
 
-    Raises Unimplemented for a step that ranks cannot take as servers do, if it ``is_taken`` by all tasks.
+    Raises Unimplemented for a step that tasks with copies cannot take as servers do, if it ``is_taken`` by all tasks.
     """
     found = placed.placement.apart if mode.is_joint else placed.placement.raced
-    if not mode.has_ranks or not is_taken:
+    if mode.n_push > 1:  # servers take them of one step of a push
+        found = tuple(dict.fromkeys([*placed.placement.apart, *found]))
+    if not is_taken or not (mode.has_ranks or mode.takes_local_steps):
         return found
     names = [name for plan in placed.compute.meta["pushes"] for name in plan["grads"]]
     kinds = [kind for plan in placed.servers.values() for kind in plan.meta["kinds"]]
@@ -742,16 +753,17 @@ def _ensure_summed(step: StepGraph, placed: PlacedStep, mode: Mode, *, is_taken:
     if odd:
         shown = ", ".join(f"{variable.name} ({variable.spec.dtype})" for variable in odd)
         why = f"tasks average all that it writes, by gloo, which does not sum {shown}"
-    elif sparse:
+    elif sparse and mode.has_ranks:
         why = f"the gradients of rows of {', '.join(sparse)} are sparse"
-    elif placed.compute.meta["lookups"]:
+    elif placed.compute.meta["lookups"] and (mode.has_ranks or mode.n_fetch > 1):
         why = "rows of a large Variable are looked up on its servers"
     elif placed.queues:
         why = "the step uses queues"
-    elif mode.every and placed.late is not None:
+    elif mode.takes_local_steps and placed.late is not None:
         why = f"{_LATE}, and each task has other weights between two meetings"
     if why:
-        raise Unimplemented(f"mode={mode.name!r} takes no such step: {why}. Use mode='sync'")
+        other = "sync" if mode.is_joint else "async"
+        raise Unimplemented(f"mode={mode.name!r} takes no such step: {why}. Use mode={other!r}")
     return found
 
 
@@ -776,6 +788,9 @@ def _apart(names: Sequence[str], how: Mode, is_joint: bool) -> str:
     if is_joint:
         found = f"the step writes {shown} itself, not along a gradient that tasks average, and they divide its rows"
         kept = "averages what the tasks make" if how.every else "takes what the first task makes of its rows"
+    elif how.n_push > 1:
+        found = f"the step writes {shown} itself, not along a gradient that tasks add up"
+        kept = "takes what the last step of a push makes"
     else:
         found = f"each task makes the new value of {shown} of the one that it read"
         kept = "loses what other tasks write in between; what assign_add adds to a Variable on one server is not lost"

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -50,7 +50,7 @@ from tfnb.graph.ops import DEQUEUE, ENQUEUE
 from tfnb.graph.queue import Queue
 from tfnb.graph.subgraph import nested, queues_of
 from tfnb.passes import step_graph
-from tfnb.passes.flow.merges import ROWS, Weight, number_of
+from tfnb.passes.flow.merges import ROWS, SUM, Weight, merged, number_of
 from tfnb.placement.lookups import lookups
 from tfnb.placement.partition import Late, Server, Split
 from tfnb.placement.placement import Homes, Piece, Placement, Transfer, joined, read_from
@@ -58,6 +58,7 @@ from tfnb.placement.row_guards import NO_GUARDS, RowGuards
 from tfnb.state.queue_machine import whole_steps
 
 Meta = Mapping[str, Any]
+T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class PlacedStep:
     guards: RowGuards = NO_GUARDS  # for the rows of a task
     joins: Sequence[Join] = ()
     senders: Mapping[int, tuple[int, ...]] | None = None  # then of each shard the parts that send to it, by position
+    outer: PlacedOuterStep | None = None
 
     @property
     def writes(self) -> tuple[int, ...]:
@@ -115,20 +117,22 @@ class PlacedStep:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Keys of the Variables that the step writes."""
-        return self.placement.changed
+        """Keys of the Variables that the step, or its outer step, writes."""
+        return self.placement.changed if self.outer is None else (*self.placement.changed, *self.outer.placed.written)
 
     @property
     def written_there(self) -> set[str]:
         """Keys of the written Variables' pieces on their shards."""
-        return {piece.key for key in self.written for piece in self.placement.homes[key]}
+        own = {piece.key for key in self.placement.changed for piece in self.placement.homes[key]}
+        return own if self.outer is None else own | self.outer.placed.written_there
 
     @property
     def used_there(self) -> set[str]:
         """Keys, on shards, of the pieces of all Variables that the step reads or writes."""
         plans = [self.compute, *(part.plan for part in self.parts), *([] if self.late is None else [self.late])]
         read = {piece.key for plan in plans for pieces in plan.meta["homes"].values() for piece in pieces}
-        return read.union(*(plan.meta["keys"].values() for plan in self.servers.values()))
+        read = read.union(*(plan.meta["keys"].values() for plan in self.servers.values()))
+        return read if self.outer is None else read | self.outer.placed.used_there
 
     @property
     def tasks(self) -> tuple[int, ...]:
@@ -138,6 +142,14 @@ class PlacedStep:
     def plan(self, task: int) -> Plan:
         """The plan of a task, by its number."""
         return next((part.plan for part in self.parts if part.task == task), self.compute)
+
+
+@dataclass(frozen=True)
+class PlacedOuterStep:
+    """The plans of an outer step, and of each of its feeds the pieces of the Variable whose difference it is."""
+
+    placed: PlacedStep
+    pieces: tuple[Sequence[Piece], ...]
 
 
 # -- the notebook's side --------------------------------------------------------------------------------------
@@ -299,10 +311,12 @@ def name_of(graph: Graph, value: Value) -> str:
     return f"{graph.contents.by_id[value.node].name}:{value.index}"
 
 
-def as_update(plan: Plan) -> Plan:
-    """The plan of a server as that of a rank: a task may know both, under names of their own."""
-    name = f"{plan.id}/update"
-    return replace(plan, id=name, meta={**plan.meta, "plan": name})
+def updates_of(placed: PlacedStep) -> dict[int, Plan]:
+    """The plans of servers, by shard, for a task with copies of its own: it may know both, under names of their own."""
+    return {
+        shard: replace(plan, id=f"{plan.id}/update", meta={**plan.meta, "plan": f"{plan.id}/update"})
+        for shard, plan in placed.servers.items()
+    }
 
 
 # -- the tasks' side ------------------------------------------------------------------------------------------
@@ -418,6 +432,22 @@ class Push:
                     f"the gradient of {whose}, {Spec.of(tensor)}, that {task} computed holds NaN or infinity; the step "
                     "was dropped on every server", node=name or None, task=task,
                 )  # fmt: skip
+
+    @property
+    def counted(self) -> Push:
+        """The same, with gradients of zero where nothing counts in the loss of its rows."""
+        weights = self.weights or (ROWS,) * len(self.tensors)
+        tensors = [
+            torch.zeros_like(tensor)
+            if name is not None and not weight.of(number_of(weight, self.tensors, 1.0)) else tensor
+            for name, tensor, weight in zip(self.grads, self.tensors, weights, strict=True)
+        ]  # fmt: skip
+        return replace(self, tensors=tuple(tensors))
+
+    def plus(self, other: Push, kinds: Sequence[str]) -> Push:
+        """Both as one: sums of gradients, and of all else that is sent what the ``other``, later one has."""
+        tensors = merged(kinds, [SUM] * len(kinds), [other.tensors, self.tensors], [1, 1])
+        return replace(other, tensors=tuple(tensors))
 
 
 @dataclass
@@ -613,6 +643,12 @@ class LateProgram:
 
     def _spec(self, value: Value) -> Spec:
         return self.program.whole.contents.by_id[value.node].outputs[value.index]
+
+
+def apart_from(memory: Iterable[torch.Tensor], values: Iterable[T]) -> list[T]:
+    """The values, copied where they lie in memory of these tensors, which are to be overwritten."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in memory}
+    return [v.clone() if v is not None and v.untyped_storage().data_ptr() in own else v for v in values]
 
 
 def storages_of(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,14 @@ import torch.distributed as dist
 from tfnb.cluster.tasks.collectives import FORMS, Bucket, Group, Rendezvous, ensure_equal, formed
 from tfnb.cluster.tasks.computing import Compute
 from tfnb.cluster.tasks.pieces import PieceOrder, Share
-from tfnb.cluster.tasks.programs import Push, ShardProgram, keys_by_shard
-from tfnb.cluster.tasks.resident import WHILE, Out, TrainingLoop, _AppliedPart
+from tfnb.cluster.tasks.programs import ComputeProgram, LateProgram, Push, ShardProgram, apart_from, keys_by_shard
+from tfnb.cluster.tasks.resident import WHILE, Out, TrainingLoop, _AppliedPart, both
 from tfnb.cluster.wire.messages import Ask, Failure, NotDone, Ok
 from tfnb.errors import Cancelled
 from tfnb.graph import Spec
 from tfnb.kernels.random import REPLICA
-from tfnb.passes.flow.merges import ROWS, Weight, number_of
+from tfnb.passes.flow.merges import Weight
+from tfnb.placement.placement import Piece, joined
 from tfnb.state.batch_order import Rows
 
 EVERY = 100  # steps after which ranks compare their values
@@ -57,10 +58,8 @@ class Replica(TrainingLoop):
         self._entered = 0  # the piece whose begin it has taken part in
         self._latest: int | None = None  # the last round that is applied
         super().__init__(*about)
-        keys = {shard: dict.fromkeys(self._reads.get(shard, ())) for shard in {*self._reads, *self._updates}}
-        for shard, update in self._updates.items():
-            keys[shard] |= dict.fromkeys([*update.reads, *update.writes])
-        self._keys = {shard: list(found) for shard, found in sorted(keys.items())}
+        updated = {shard: [*each.reads, *each.writes] for shard, each in self._updates.items()}
+        self._keys = dict(sorted(both(self._reads, updated).items()))
         self._all = [key for found in self._keys.values() for key in found]
         self._values: dict[str, torch.Tensor] = {}
         self._versions = torch.full((len(self._all),), -1, dtype=torch.int64)
@@ -80,12 +79,17 @@ class Replica(TrainingLoop):
         since = dict(zip(self._all, versions.tolist(), strict=True))
         about = {"round": number, "worker": 0, "rows": 1, "run_index": 0, "plan": None}
         asks = []
-        for shard, update in self._updates.items():
-            if keys := [key for key in update.writes if key not in fresh]:
+        for shard, written in self._writes_there.items():
+            if keys := [key for key in written if key not in fresh]:
                 mine = {**about, "keys": keys, "since": [since[key] for key in keys]}
                 asks.append(Ask(shard, "stage", mine, [self._values[key] for key in keys]))
         await self._host.ask(asks)
         return Ok({"shards": [ask.shard for ask in asks]})
+
+    @property
+    def _writes_there(self) -> dict[int, list[str]]:
+        """Keys of all that a rank writes, by shard."""
+        return {shard: list(update.writes) for shard, update in self._updates.items()}
 
     async def _enter(self) -> None:
         """Go to work, as soon as all ranks are there."""
@@ -237,9 +241,7 @@ class Replica(TrainingLoop):
 
     def _kept(self, out: Out) -> Out:
         """Fetched values, copied from memory of Variables and of the bucket, since the next step overwrites both."""
-        overwritten = itertools.chain(self._values.values(), self._bucket.flats.values())
-        own = {value.untyped_storage().data_ptr() for value in overwritten}
-        return [v.clone() if v is not None and v.untyped_storage().data_ptr() in own else v for v in out]
+        return apart_from([*self._values.values(), *self._bucket.flats.values()], out)
 
     def _in_order(self, pushes: Sequence[Push]) -> list[torch.Tensor]:
         """The inputs of the updates, in the updates' order."""
@@ -252,25 +254,42 @@ class Replica(TrainingLoop):
     def _update(self, averages: Sequence[torch.Tensor], share: Share, compute: Compute) -> None:
         """Apply the averages: every update is computed before any is written."""
         run = share.run - share.place * REPLICA if share.rows else share.run
-        begun, rest = [], iter(averages)
-        for update in self._updates.values():
-            feeds = [next(rest) for _ in update.kinds]
+        rest = iter(averages)
+        feeds = {shard: [next(rest) for _ in update.kinds] for shard, update in self._updates.items()}
+        self._commit(self._updates, feeds, run, compute)
+
+    def _commit(
+        self, updates: Mapping[int, ShardProgram], feeds: Mapping[int, Sequence[torch.Tensor]], run: int,
+        compute: Compute,
+    ) -> None:  # fmt: skip
+        """Make updates of these feeds, by shard."""
+        begun = []
+        for shard, update in updates.items():
             storages = [self._values[key] for key in update.reads]
-            begun.append((update, compute(partial(update.compute, feeds, storages, run))))
+            begun.append((update, compute(partial(update.compute, feeds[shard], storages, run))))
         for update, pending in begun:
             update.commit(pending)
+
+
+class OuterProgram(NamedTuple):
+    """An outer step: what it computes of differences, whose pieces these are, and its updates, by shard."""
+
+    program: ComputeProgram
+    updates: Mapping[int, ShardProgram]
+    pieces: Sequence[tuple[Piece, ...]]
 
 
 class LocalReplica(Replica):
     """A rank that takes steps on its own, and has the mean over ranks after ``every`` of them, and after each piece.
 
+    With an ``outer`` step it goes from the values of the last meeting along their difference to that mean.
     Steps count when the ranks have met. Until then the values of the last meeting are kept: a rank that cannot go on
     goes back to them.
     """
 
-    def __init__(self, *about: Any, every: int, **ranks: Any) -> None:
+    def __init__(self, *about: Any, every: int, outer: OuterProgram | None = None, **ranks: Any) -> None:
+        self._every, self._outer = every, outer
         super().__init__(*about, **ranks)
-        self._every = every
         self._written = [key for update in self._updates.values() for key in update.writes]
         self._means: Bucket | None = None  # of all that is written
         self._met: list[torch.Tensor] = []  # values of the last meeting
@@ -295,6 +314,8 @@ class LocalReplica(Replica):
                 break
             try:
                 self._average(given, steps)
+                if self._outer is not None:
+                    self._step_on(self._outer, compute)
             except BaseException:
                 self._return()
                 raise
@@ -323,7 +344,7 @@ class LocalReplica(Replica):
                 out, pushes = self._own(share, compute)
                 for push in pushes:
                     push.ensure_finite(self._host.name)
-                self._update(self._in_order([_counted(push) for push in pushes]), share, compute)
+                self._update(self._in_order([push.counted for push in pushes]), share, compute)
                 part = _AppliedPart(given.number, step, share.place, share.parts, share.rows, out)
                 self._computed_for(time.monotonic() - begin)
             steps.append((part, given.whole(step, self._data)))
@@ -345,6 +366,32 @@ class LocalReplica(Replica):
         for key, mean in zip(self._written, bucket.values(), strict=True):
             self._values[key].copy_(mean)
 
+    def _step_on(self, outer: OuterProgram, compute: Compute) -> None:
+        """Take the outer step from the values of the last meeting; every rank computes the same."""
+        met, differences = dict(zip(self._written, self._met, strict=True)), []
+        for pieces in outer.pieces:
+            differences.append(joined(pieces, met) - joined(pieces, self._values))
+        for piece in itertools.chain(*outer.pieces):
+            self._values[piece.key].copy_(met[piece.key])
+        run = partial(outer.program.run, differences, self._values, 0, self._host.name)
+        _, pushes = compute(run)
+        self._commit(outer.updates, {push.shard: push.tensors for push in pushes}, 0, compute)
+
+    @property
+    def _writes_there(self) -> dict[int, list[str]]:
+        found = super()._writes_there
+        for shard, update in () if self._outer is None else self._outer.updates.items():
+            found[shard] = list(dict.fromkeys([*found.get(shard, ()), *update.writes]))
+        return found
+
+    def _reads_with(self, late: LateProgram | None) -> dict[int, list[str]]:
+        """Also what the outer step takes."""
+        found = super()._reads_with(late)
+        if self._outer is not None:
+            found = both(found, self._outer.program.reads)
+            found = both(found, {shard: list(update.reads) for shard, update in self._outer.updates.items()})
+        return found
+
     @property
     def _mean_bucket(self) -> Bucket:
         if self._means is None:
@@ -362,17 +409,6 @@ class LocalReplica(Replica):
 def _precise(spec: Spec) -> Spec:
     """The spec that a value is averaged by: a single float32, such as the step of Adam, stays whole where all agree."""
     return replace(spec, dtype=torch.float64) if spec.dtype.is_floating_point and not spec.shape else spec
-
-
-def _counted(push: Push) -> Push:
-    """A contribution whose gradients are zero where nothing counts in the loss of its rows."""
-    weights = push.weights or (ROWS,) * len(push.tensors)
-    tensors = [
-        torch.zeros_like(tensor)
-        if name is not None and not weight.of(number_of(weight, push.tensors, 1.0)) else tensor
-        for name, tensor, weight in zip(push.grads, push.tensors, weights, strict=True)
-    ]  # fmt: skip
-    return replace(push, tensors=tuple(tensors))
 
 
 def _summed(group: Group, bucket: Bucket) -> None:

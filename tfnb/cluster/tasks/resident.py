@@ -112,10 +112,10 @@ class _AppliedPart:
         return all(a is b if a is None or b is None else a.shape == b.shape for a, b in pairs)
 
 
-def _both(a: Mapping[int, list[str]], b: Mapping[int, list[str]]) -> dict[int, list[str]]:
+def both(a: Mapping[int, list[str]], b: Mapping[int, list[str]]) -> dict[int, list[str]]:
     """Keys by shard, of two programs together.
 
-    >>> _both({0: ["v", "w"]}, {0: ["w", "x"], 1: ["y"]})
+    >>> both({0: ["v", "w"]}, {0: ["w", "x"], 1: ["y"]})
     {0: ['v', 'w', 'x'], 1: ['y']}
     """
     return {shard: list(dict.fromkeys([*a.get(shard, ()), *b.get(shard, ())])) for shard in {**a, **b}}
@@ -137,7 +137,7 @@ class TrainingLoop:
         self._clock = 0  # steps that are applied, as the servers count them where staleness is bounded
         self._leads: dict[int, int] = {}  # shard -> steps that this loop is ahead there
         self._ahead = ahead
-        self._reads = program.reads if late is None else _both(program.reads, late.reads)
+        self._reads = self._reads_with(late)
         self._given: deque[PieceOrder] = deque()
         self._held: dict[str, tuple[int, torch.Tensor]] = {}  # key -> version and value
         self._rounds: dict[int, int] = {}  # shard -> the round whose values it sent
@@ -293,9 +293,13 @@ class TrainingLoop:
     def _read_for(self, given: PieceOrder) -> None:
         """Choose the values to read for a piece: only the first worker computes late fetches."""
         late = self._late_program if given.part is None or not given.part.worker else None
-        reads = self._program.reads if late is None else _both(self._program.reads, late.reads)
+        reads = self._reads_with(late)
         if reads != self._reads:
             self._reads, self._has_stood = reads, True  # it goes to work with values of now
+
+    def _reads_with(self, late: LateProgram | None) -> dict[int, list[str]]:
+        """Keys to read from each shard, by the late program that is to be run."""
+        return self._program.reads if late is None else both(self._program.reads, late.reads)
 
     async def _goes_on(self) -> bool:
         """Wait for a piece with its rows, and for the end of a pause; False when the loop is to end."""
@@ -353,7 +357,7 @@ class TrainingLoop:
                 if begun.rows is None:
                     self._begun = begun
                     return index, None
-                sent = self._streamed(given, index, compute(partial(self._computed, begun)))
+                sent = self._streamed(given, index, compute(partial(self._computed, begun)), compute)
                 answers = [outcome for outcome in sent.outcomes if isinstance(outcome, Ok)]
                 if len(answers) < len(sent.outcomes):
                     return index, sent
@@ -394,10 +398,15 @@ class TrainingLoop:
         elif share.rows:
             self._late += 1
 
-    def _streamed(self, given: PieceOrder, index: int, done: _StepResult) -> _StepInFlight:
+    def _streamed(self, given: PieceOrder, index: int, done: _StepResult, compute: Compute) -> _StepInFlight:
         """In the compute thread: the requests of a step to servers, and the answers that came by direct streams."""
+        asks = self._numbered(self._requests(given, index, done, compute))
+        return _StepInFlight(done, asks, self._host.stream(asks) if asks else [])
+
+    def _requests(self, given: PieceOrder, index: int, done: _StepResult, compute: Compute) -> list[Ask]:
+        """In the compute thread: the requests of a step to servers."""
         about: dict[str, Any] = {"training": self._training, "rows": done.share.rows, "run_index": done.share.run}
-        op: OpId | None = OpId(given.stream, given.first + index)
+        op: OpId | None = OpId(given.stream, self._operation(given, index))
         method = "push"
         if given.part is None:
             about["loop"] = self._name  # servers take nothing of one that was given up
@@ -409,8 +418,11 @@ class TrainingLoop:
         if self._staleness is not None:
             self._clock += 1
             about["clock"] = self._clock
-        asks = self._numbered(self._asks(method, about, {push.shard: push for push in done.pushes}, op))
-        return _StepInFlight(done, asks, self._host.stream(asks))
+        return self._asks(method, about, {push.shard: push for push in done.pushes}, op)
+
+    def _operation(self, given: PieceOrder, index: int) -> int:
+        """The number of the push of a step."""
+        return given.first + index
 
     def _numbered(self, asks: Sequence[Ask]) -> list[Ask]:
         """Requests with identities, so that they can be repeated on another connection."""
@@ -445,6 +457,11 @@ class TrainingLoop:
         rows = looked.rows(found) if len(found) == len(answers) else None
         return _StepInProgress((given.number, index), share, looked, rows)
 
+    @property
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Values by key, as the next step takes them."""
+        return {key: value for key, (_, value) in self._held.items()}
+
     def _computed_for(self, seconds: float) -> None:
         """Note what a step's computing took."""
         self._seconds = seconds
@@ -453,7 +470,7 @@ class TrainingLoop:
     def _computed(self, begun: _StepInProgress) -> _StepResult:
         """In the compute thread: the fetches, and the pushes to servers, all of them finite."""
         begin, share = time.monotonic(), begun.share
-        values = {key: value for key, (_, value) in self._held.items()}
+        values = self._weights
         if not share.rows:
             return _StepResult(share, [], [])
         out, pushes = self._program.run(share.feeds, values, share.run, self._host.name, begun.rows or ())

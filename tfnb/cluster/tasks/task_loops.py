@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,10 @@ from tfnb.cluster.server.core import PLANS
 from tfnb.cluster.tasks.collectives import Rendezvous, store
 from tfnb.cluster.tasks.computing import in_thread
 from tfnb.cluster.tasks.data import Data
+from tfnb.cluster.tasks.downpour import DownpourLoop
 from tfnb.cluster.tasks.pieces import PieceOrder, Prefetch
-from tfnb.cluster.tasks.programs import ComputeProgram, LateProgram, ShardProgram
-from tfnb.cluster.tasks.replicas import LocalReplica, Replica
+from tfnb.cluster.tasks.programs import ComputeProgram, LateProgram, ShardProgram, piece_of
+from tfnb.cluster.tasks.replicas import LocalReplica, OuterProgram, Replica
 from tfnb.cluster.tasks.resident import LoopHost, TrainingLoop
 from tfnb.cluster.wire.messages import Ok, Refusal, Request
 from tfnb.state.batch_order import RowOrder
@@ -32,7 +33,7 @@ class Loops:
         self._loops: dict[str, TrainingLoop] = {}
         self._data: dict[str, Data] = {}  # of trainings, by the name that each began with
         self._left: deque[str] = deque(maxlen=LEFT)  # loops that were ended: what is lent to them comes too late
-        self._updates: OrderedDict[str, ShardProgram] = OrderedDict()  # of plans of servers, for ranks
+        self._updates: OrderedDict[str, ShardProgram] = OrderedDict()  # of plans of servers, for tasks with copies
         self._late: OrderedDict[str, LateProgram] = OrderedDict()  # of plans of late fetches
         self._stores: dict[str, Any] = {}  # where the ranks of a generation meet, until their first one has come
 
@@ -110,26 +111,37 @@ class Loops:
                 return Refusal("unknown-plan", str(meta["late"]))
             ahead = None if meta["order"] is None else Prefetch(self._data[str(meta["data"])], RowOrder(*meta["order"]))
             about = self._host, name, training, program, ahead, list(meta["shards"]), meta["staleness"], late
-            if meta["meeting"] is None:
-                self._loops[name] = TrainingLoop(*about)
-            elif missing := [plan for _, plan in meta["updates"] if plan not in self._updates]:
+            outer = meta["outer"] or {"updates": ()}
+            missing = [plan for _, plan in (*meta["updates"], *outer["updates"]) if plan not in self._updates]
+            missing += [outer["plan"]] if meta["outer"] and outer["plan"] not in self._plans else []
+            if missing:
                 return Refusal("unknown-plan", ", ".join(missing))
-            else:
-                meeting, every = Rendezvous(*meta["meeting"]), int(meta["every"])
-                self._loops[name] = self._replica(about, meeting, meta["updates"], every)
+            self._loops[name] = self._loop(about, meta)
         self._loops[name].lend(PieceOrder.of(meta, request.tensors))
         return Ok()
 
-    # -- ranks --------------------------------------------------------------------------------------------------------
+    def _loop(self, about: Sequence[Any], meta: Mapping[str, Any]) -> TrainingLoop:
+        """The loop of a mode: of a rank, of a task with a copy that it fetches, or of one that has no copy."""
+        updates, every = self._updates_in(meta), int(meta["every"])
+        if meta["meeting"] is not None:
+            meeting = Rendezvous(*meta["meeting"])
+            store = self._stores.pop(meeting.name, None)
+            ranks: dict[str, Any] = {"updates": updates, "meeting": meeting, "store": store, "here": self._host.host}
+            outer = None if meta["outer"] is None else self._outer(meta["outer"])
+            return LocalReplica(*about, every=every, outer=outer, **ranks) if every else Replica(*about, **ranks)
+        if updates:
+            return DownpourLoop(*about, updates=updates, n_fetch=int(meta["n_fetch"]), n_push=int(meta["n_push"]))
+        return TrainingLoop(*about)
 
-    def _replica(
-        self, about: Sequence[Any], meeting: Rendezvous, updates: Sequence[tuple[int, str]], every: int
-    ) -> TrainingLoop:
-        """The loop of a rank. every: steps between two meetings, 0 for a sum in each step."""
-        programs = {int(shard): self._updates[plan] for shard, plan in updates}
-        store = self._stores.pop(meeting.name, None)
-        ranks: dict[str, Any] = {"updates": programs, "meeting": meeting, "store": store, "here": self._host.host}
-        return LocalReplica(*about, every=every, **ranks) if every else Replica(*about, **ranks)
+    def _updates_in(self, facts: Mapping[str, Any]) -> dict[int, ShardProgram]:
+        return {int(shard): self._updates[plan] for shard, plan in facts["updates"]}
+
+    def _outer(self, facts: Mapping[str, Any]) -> OuterProgram:
+        """The outer step of a rank."""
+        pieces = [tuple(map(piece_of, each)) for each in facts["pieces"]]
+        return OuterProgram(self._plans[str(facts["plan"])], self._updates_in(facts), pieces)
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
 
     async def _meet(self, request: Request) -> Ok:
         """Let the other ranks of a generation meet here; earlier meeting points of the same training are closed."""
