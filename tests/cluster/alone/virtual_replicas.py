@@ -48,7 +48,7 @@ def fitted(percentiles: Sequence[float], replicas: int) -> StepTimes:
 
     >>> times = fitted((2.18, 2.265, 2.45), 50)
     >>> [round(x, 3) for x in times]
-    [2.032, 0.033, 0.888]
+    [2.03, 0.034, 0.882]
     """
     low, middle, high = (statistics.NormalDist().inv_cdf(q ** (1 / replicas)) for q in (0.1, 0.5, 0.9))
     p10, p50, p90 = percentiles
