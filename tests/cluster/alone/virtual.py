@@ -194,7 +194,7 @@ class VirtualTraining:
             return
         for task in self.meter("notebook", lambda: self.machine.takers):
             left = self.steps - self.offered
-            count = min(left, self.machine.sizes.next(left, self.machine.parts))
+            count = min(left, self.machine.next_size(left))
             if count:
                 self.offered += count
                 self._feed(Offer(tuple(range(self.offered - count, self.offered)), task))

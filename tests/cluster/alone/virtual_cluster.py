@@ -178,7 +178,7 @@ class VirtualCluster:
 
     def _offer(self) -> None:
         while self.machine.wants:
-            count = self.machine.sizes.next(None, self.machine.parts)
+            count = self.machine.next_size(None)
             steps = tuple(range(self.offered + 1, self.offered + count + 1))
             self.offered += count
             self.feed(a.Offer(steps, self.machine.takers[0]))

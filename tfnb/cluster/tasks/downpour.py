@@ -138,8 +138,8 @@ class DownpourLoop(TrainingLoop):
             return
         begun = []
         for push in done.pushes:
-            update, feeds = self._updates[push.shard], push.counted.tensors
-            update.ensure_fit(feeds)
+            update = self._updates[push.shard]
+            feeds = update.fitting(push.counted.tensors)
             for key in update.writes:
                 if key not in self._copies:
                     self._copies[key] = self._held[key][1].clone(memory_format=torch.contiguous_format)
