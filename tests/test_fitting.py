@@ -220,7 +220,7 @@ def test_modes_are_one_loop_here(options):
         ({"mode": "sandblaster"}, InvalidArgument, "pipeline, tfnb.train.Downpour, LocalSGD, Sandblaster"),
         ({"allow_plain_collectives": True}, InvalidArgument, "belongs to mode='allreduce' and LocalSGD, not to 'sync'"),
         ({"mode": "allreduce", "backup": 1}, InvalidArgument, "backup=1 belongs to mode='sync', not to 'allreduce'"),
-        ({"mode": object()}, Unimplemented, "there are: sync, async, bounded"),
+        ({"mode": object()}, InvalidArgument, "there are: sync, async, bounded"),
         ({"backup": -1}, InvalidArgument, "backup"),
         ({"backup": 1, "mode": "async"}, InvalidArgument, "backup=1 belongs to mode='sync', not to 'async'"),
         ({"staleness": 2}, InvalidArgument, "bounded"),

@@ -38,7 +38,7 @@ def listening(tasks, mode="sync", ways=("mean",)):
     )  # fmt: skip
     placed = SimpleNamespace(
         writes=(0,), fetched=(0,) * len(ways), compute=SimpleNamespace(id="p"), late=None, guards=RowGuards(),
-        joins=[Join(way) for way in ways],
+        joins=[Join(way) for way in ways], outer=None,
     )  # fmt: skip
     training = Quiet(engine, placed, Mode(mode), None, list(tasks), float("inf"))
     training.feed(e.Start())
