@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tfnb
-from tfnb.errors import DeadlineExceeded, FeedError, InvalidArgument, ShapeError, Unimplemented
+from tfnb.errors import DeadlineExceeded, FeedError, InvalidArgument, ShapeError
 from tfnb.execution.tiers import tiered
 from tfnb.execution.tiers.compiled_loops import obstacle
 from tfnb.fitting import fit_display, fit_loop
