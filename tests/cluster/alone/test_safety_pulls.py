@@ -29,7 +29,7 @@ class There(VariablesThere):
 
     def __init__(self, clock: Clock, still: float, busy: float, is_held: bool) -> None:
         link = SimpleNamespace(start_aside=lambda *_: None)  # nothing is asked
-        super().__init__(SimpleNamespace(lost=None, link=link), self._done)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(lost=None, link=link, shown=lambda _: None), self._done)  # type: ignore[arg-type]
         self.safety.is_current = is_held
         self.clock, self.still, self.busy, self.pulls = clock, still, busy, 0
 

@@ -258,7 +258,8 @@ class Leases:
         """The number of pieces that there is room for."""
         if self.state != "open" or self.is_ended:
             return 0
-        return max(0, AHEAD * len(self.tasks) - self.lent - len(self.again) - len(self.offered))
+        room = AHEAD * len(self.tasks) - self.lent - sum(AHEAD - len(self.out.get(t, ())) for t in self.stopping)
+        return max(0, room - len(self.again) - len(self.offered))
 
     @property
     def takers(self) -> list[int | None]:
@@ -457,6 +458,8 @@ class Leases:
     def _twin(self, piece: StreamPiece) -> tuple[int, StreamPiece] | None:
         """The other of a piece and its copy, with the task that has it."""
         number = self.twins.get(piece.number)
+        if number is None:
+            return None
         return next(((task, p) for task, pieces in self.out.items() for p in pieces if p.number == number), None)
 
     def _part(self, piece: StreamPiece) -> bool:
