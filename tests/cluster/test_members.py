@@ -306,7 +306,7 @@ def test_c13_threads_and_connections_stay_as_they_are_over_many_calls(own):
             for _ in range(steps // 10):
                 tfnb.run(c.train, {c.x: torch.ones(4)})
 
-        work(200)
+        work(3_000)  # connections and memory to lend are made as they are needed
         before = [used(process) for process in processes]
         work(10_000)
         for (threads, files), process in zip(before, processes, strict=True):
