@@ -7,8 +7,6 @@ values are those of a run; how long it takes on the clock is its time in a profi
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests.cluster.alone.virtual_clock import Clock, Link
 from tfnb.execution.dataflow.executor import Dataflow
 from tfnb.execution.dataflow.machine import CALL, WORK, Machine, Step, Task, Template
 from tfnb.placement.simulation import LinkCost
@@ -72,10 +71,8 @@ class VirtualStep:
         profile: Profile | None = None,
     ) -> None:
         self.program, self.links, self.seconds = program, links, seconds
-        self.profile, self.now, self.sent = profile or Profile(), 0.0, 0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = itertools.count()
-        self._free: dict[tuple[int, int], float] = {}
+        self.profile, self.clock, self.sent = profile or Profile(), Clock(), 0
+        self._carriers: dict[tuple[int, int], Link] = {}
         self._here: dict[Any, tuple[Any, Dead]] = {}
         self._wanted: dict[Any, Callable[[Any, Dead], None]] = {}
         self._places = [part.place.number for part in program.parts]
@@ -90,33 +87,28 @@ class VirtualStep:
             hand_out(plan.root)
 
     def run(self, feeds: Sequence[torch.Tensor], storages: Sequence[torch.Tensor]) -> list[Any]:
-        """The fetched values. Raises RuntimeError where parts wait for one another."""
+        """The fetched values. Fails where parts wait for one another."""
         stored = dict(zip(self.program.variables, storages, strict=True))
         for at, (machine, plan) in enumerate(zip(self.machines, self.program.plans, strict=True)):
             machine.feed(self.program._start(plan, feeds, stored, 0))
             self._turn(at)
-        while self._events:
-            self.now, _, event = heapq.heappop(self._events)
-            event()
-            for at in range(len(self.machines)):
-                self._turn(at)
-        if not all(machine.is_over for machine in self.machines):
-            raise RuntimeError("parts wait for one another")
+        self.clock.run(self._is_over)
         each = zip(*(machine.results for machine in self.machines), strict=True)
         return [next((value for value in values if value is not None), None) for values in each]
 
     def send(self, source: int, to: int, key: Any, value: Any, dead: Dead) -> None:
         """A message leaves a part."""
-        link, nbytes = self.links(source, to), getattr(value, "nbytes", 0)
+        nbytes = getattr(value, "nbytes", 0)
         self.sent += nbytes
-        over = max(self.now, self._free.get((source, to), 0.0)) + nbytes / link.rate
-        self._free[source, to] = over
-        self._at(over + link.latency, partial(self._came, key, value, dead))
+        if (source, to) not in self._carriers:
+            cost = self.links(source, to)
+            self._carriers[source, to] = Link(self.clock, cost.rate, cost.latency)
+        self.clock.at(self._carriers[source, to].arrival(nbytes), partial(self._came, key, value, dead))
 
     def want(self, key: Any, deliver: Callable[[Any, Dead], None]) -> None:
         """Somebody waits for a message."""
         if key in self._here:
-            self._at(self.now, partial(deliver, *self._here.pop(key)))  # never inside of the machine's own turn
+            self.clock.at(self.now, partial(deliver, *self._here.pop(key)))  # never inside of the machine's own turn
         else:
             self._wanted[key] = deliver
 
@@ -127,8 +119,16 @@ class VirtualStep:
         else:
             deliver(value, dead)
 
-    def _at(self, when: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._count), event))
+    @property
+    def now(self) -> float:
+        """The virtual time."""
+        return self.clock.now
+
+    def _is_over(self) -> bool:
+        """Let each part do what is ready; whether nothing is left."""
+        for at in range(len(self.machines)):
+            self._turn(at)
+        return all(machine.is_over for machine in self.machines)
 
     def _turn(self, at: int) -> None:
         """Run what is ready on a part, and begin the most urgent work if its lane is free."""
@@ -146,7 +146,7 @@ class VirtualStep:
             self.profile.add(task.step, taken)
             lasts = taken if self.seconds is None else self.seconds[task.step]
             self.busy[at] += lasts
-            self._at(self.now + lasts, partial(self._over, at, task, outputs))
+            self.clock.at(self.now + lasts, partial(self._over, at, task, outputs))
 
     def _over(self, at: int, task: Task, outputs: Sequence[Any]) -> None:
         self._running[at] = None

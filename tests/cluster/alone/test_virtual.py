@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cluster.alone.virtual import Call, Clock, Meter, VirtualServer, VirtualTraining, made
+from tests.cluster.alone.virtual import Call, Meter, VirtualServer, VirtualTraining, made
+from tests.cluster.alone.virtual_clock import Clock
 from tfnb.cluster.members.deploy import AT_ONCE, overlapping
 from tfnb.cluster.members.registered import Registration
 from tfnb.cluster.members.registry import ClusterTable

@@ -6,7 +6,6 @@ the durations of kernels and of messages are modelled. Who spends processor time
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from tests.cluster.alone.test_core import Add
+from tests.cluster.alone.virtual_clock import Clock
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes.leases import Give, Leases, Offer, PieceProgress, Report
 from tfnb.cluster.modes.rounds import Rounds
@@ -28,41 +28,6 @@ from tfnb.cluster.wire.messages import Ok, OpId, Refusal, Request
 from tfnb.state.store import Store
 
 SECONDS = 1.0  # between two ticks of a server
-
-
-class Clock:
-    """Virtual time. Calls happen in the order of their times, and those of one time as they were made."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-
-    def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call at this time."""
-        heapq.heappush(self._due, (max(when, self.now), next(self._numbers), call))
-
-    def run(self, is_over: Callable[[], bool]) -> None:
-        """Let time pass until it is over. Fails where nothing is due before that: somebody waits for ever."""
-        while not is_over():
-            assert self._due, f"nothing happens any more at {self.now}"
-            self.now, _, call = heapq.heappop(self._due)
-            call()
-
-
-@dataclass
-class Link:
-    """A link that carries one message after the other: bytes a second, and seconds of latency."""
-
-    clock: Clock
-    bandwidth: float = float("inf")
-    latency: float = 0.0
-    free: float = 0.0  # from this time on
-
-    def arrival(self, nbytes: float) -> float:
-        """Send a message now; the time at which its last byte arrives."""
-        self.free = max(self.clock.now, self.free) + nbytes / self.bandwidth
-        return self.free + self.latency
 
 
 @dataclass

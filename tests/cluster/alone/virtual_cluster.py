@@ -7,7 +7,6 @@ processes. Processor seconds of all tasks are accounted for by what they were sp
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from collections import Counter, deque
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tests.cluster.alone.test_rounds import Worker, World, replayed
+from tests.cluster.alone.virtual_clock import Clock
 from tfnb.cluster.modes import events as e
 from tfnb.cluster.modes import leases as a
 from tfnb.cluster.modes import rounds as s
@@ -79,8 +79,7 @@ class VirtualCluster:
     """
 
     def __init__(self, seed: int, seconds: float, every: float | None, kinds: tuple[str, ...], step: float) -> None:
-        self.now, self._end, self._order = 0.0, seconds, itertools.count()
-        self._line: list[tuple[float, int, Callable[[], None]]] = []
+        self.clock, self._end = Clock(), seconds
         self._random = random.Random(seed)
         self._every, self._kinds = every, kinds
         self.work = step * TASKS
@@ -109,9 +108,14 @@ class VirtualCluster:
 
     # -- the clock ----------------------------------------------------------------------------------------------------
 
+    @property
+    def now(self) -> float:
+        """The virtual time."""
+        return self.clock.now
+
     def at(self, seconds: float, do: Callable[[], None]) -> None:
         """Do something so many seconds from now."""
-        heapq.heappush(self._line, (self.now + seconds, next(self._order), do))
+        self.clock.at(self.now + seconds, do)
 
     def by(self, task: VirtualTask, seconds: float, do: Callable[[], None]) -> None:
         """Let a task do something in so many seconds, or as soon as it is not stopped; never if that is dropped."""
@@ -145,11 +149,9 @@ class VirtualCluster:
         self.at(TICK, self._tick)
         if self._every is not None:
             self.at(self._every / 2, self._fault)
-        while self._line and self._line[0][0] <= self._end:
-            when, _, do = heapq.heappop(self._line)
-            self._account(when - self.now)
-            self.now = when
-            do()
+        while self.clock.due <= self._end:
+            self._account(self.clock.due - self.now)
+            self.clock.step()
             self._offer()
         self.check()
         whole = TASKS * self._end

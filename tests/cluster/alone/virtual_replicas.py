@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.cluster.alone.virtual import Clock, Link
+from tests.cluster.alone.virtual_clock import Clock, Link
 from tfnb.graph.queue import Queue
 from tfnb.state.accumulator import Accumulator
 from tfnb.state.queue_machine import Attempt, QueueMachine
