@@ -507,3 +507,39 @@ def test_one_task_takes_the_first_steps_and_the_next_one_if_it_is_lost():
     assert machine.takers == []
     play(machine, PieceProgress(1, taken[1].piece.number, 2))
     assert [sorted(machine.takers[:2]), sorted(machine.takers[2:])] == [[1, 2], [1, 2]]
+
+
+def test_a_task_that_is_to_end_its_loop_is_waited_for_before_doubtful_pushes_are_counted():
+    """It is told once, and what some servers lack of another task's push goes to one that can do it."""
+    machine = leases(tasks=(0, 1, 2), shards=(0, 1), lends_twice=True)
+    had = {each.task: each.piece for each in play(machine, Offer("ab", 0), Offer("xy", 1), Offer("pq", 2))}
+    play(machine, PieceProgress(1, had[1].number, 2), now=0.1)
+    (copy,) = play(machine, e.Tick(), now=5.0)
+    play(machine, PieceProgress(2, had[2].number, 2), Offer("mn", 2), now=5.0)
+    assert StopLoop(0) in play(machine, PieceProgress(1, copy.piece.number, 2), now=5.1)
+    lent = machine.out[2][0]
+    assert play(machine, e.Interrupt(), now=5.2) == [StopLoop(2)], "the first one is told already"
+    assert play(machine, e.TaskLoss(2), now=5.2) == [], "its loop may still end with a push"
+    (count,) = play(machine, LoopEnd(0), now=5.3)
+    assert [piece.operations[0] for piece in count.pieces] == [(lent.stream, lent.first)]
+    mend, *_ = play(machine, AppliedCounts({(lent.stream, lent.first): [0]}), now=5.4)
+    assert mend.task == 0 and not machine.stopping
+    done = play(machine, PieceProgress(0, mend.piece.number, 1), LoopEnd(0), now=5.5)
+    assert done[-1] == e.Finish(cause=e.UserStop(), torn=())
+
+
+def test_a_loss_over_a_piece_that_another_task_has_as_well_is_not_that_of_the_next_piece():
+    machine = leases(tasks=(0, 1), lends_twice=True)
+    had = {each.task: each.piece for each in play(machine, Offer("ab", 0), Offer("xy", 1))}
+    play(machine, PieceProgress(1, had[1].number, 2), now=0.1)
+    play(machine, e.Tick(), now=5.0)
+    play(machine, Offer("cd", 0), Offer("ef", 1), now=5.0)
+    play(machine, e.TaskLoss(0), e.TaskJoin(2, follows=0), e.TaskLoss(2), now=5.1)
+    assert machine.state == "open" and machine.cause is None, "one attempt of it was lost"
+
+
+def test_nothing_is_asked_for_while_one_task_has_all_steps_of_the_warm_start():
+    machine, steps = leases(tasks=(0, 1, 2), warm_start=8, n_push=2, sizes=PieceSizes(unit=2)), iter(range(100))
+    while machine.takers:
+        play(machine, Offer([next(steps) for _ in range(machine.next_size(None))], machine.takers[0]))
+    assert machine.wants == 0

@@ -316,7 +316,7 @@ class Training:
             case a.Give(task, piece):
                 return self._lend(task, piece)
             case a.StopLoop(task):
-                return self._stopped(task)
+                return self._stopped(task, self._loops.get(task))
             case a.Pause(task):
                 return self._pause(task, is_wanted=True)
             case a.Continue(task):
@@ -605,10 +605,11 @@ class Training:
                 self._hear(task, loop, answer)
         return answer is not None
 
-    async def _stopped(self, task: int) -> None:
-        """End the loop of a task at the machine's request."""
-        loop = self._loops.get(task)
+    async def _stopped(self, task: int, loop: _Listening | None) -> None:
+        """End the loop that a task had at the machine's request."""
         is_there = loop is None or await self._left(task, loop)
+        if self._loops.get(task) is not loop:  # it failed or was lost meanwhile, which was told
+            return
         if is_there:
             self._loops.pop(task, None)
         self.feed(a.LoopEnd(task) if is_there else self.engine.peers.lost(task))

@@ -248,7 +248,7 @@ class Leases:
     told: set[int] = field(default_factory=set)  # tasks that were told to pause
     lends_twice: bool = False
     twins: dict[int, int] = field(default_factory=dict)  # a piece's number -> that of its copy, and back
-    stopping: set[int] = field(default_factory=set)  # tasks that another one has overtaken, until their loops end
+    stopping: set[int] = field(default_factory=set)  # tasks that were told to end their loops, until these end
 
     def __post_init__(self) -> None:
         self.room = dict.fromkeys(self.tasks)
@@ -258,6 +258,8 @@ class Leases:
         """The number of pieces that there is room for."""
         if self.state != "open" or self.is_ended:
             return 0
+        if self._is_warming:
+            return len(self.takers)
         room = AHEAD * len(self.tasks) - self.lent - sum(AHEAD - len(self.out.get(t, ())) for t in self.stopping)
         return max(0, room - len(self.again) - len(self.offered))
 
@@ -509,9 +511,11 @@ class Leases:
             self.patience = max(self.patience, GIVEN_UP)
         self.told.discard(task)
         self.paused.discard(task)
+        first = next(iter(self.out.get(task, ())), None)
+        is_own = first is not None and self._twin(first) is None  # of a piece with a copy another task has the steps
         rest = self._return(task)
         del self.room[task]
-        if rest and self.state == "open" and not is_silent:
+        if rest and is_own and self.state == "open" and not is_silent:
             rest[0].lost += (self.places.get(task, task),)
             if (cause := poison(rest[0].lost)) is not None:
                 return self._close(cause)
@@ -562,16 +566,19 @@ class Leases:
         self.offered.clear()
         self.doubtful += self.again
         self.again.clear()
-        return [*(StopLoop(task) for task, pieces in self.out.items() if pieces), *self._closing()]
+        working = [task for task, pieces in self.out.items() if pieces and task not in self.stopping]
+        self.stopping.update(working)
+        return [*map(StopLoop, working), *self._closing()]
 
     def _drop(self, task: int) -> None:
         """Drop a task's pieces at a stop; only steps that an earlier task may have begun become doubtful."""
+        self.stopping.discard(task)
         pieces = self._recalled(task)
         self.doubtful += [piece.rest(next(self.numbers)) for piece in pieces if piece.is_again]
 
     def _closing(self) -> list[Instruction]:
         """Once every loop has ended, ask the shards for the applied ones among the doubtful pushes, or end."""
-        if self.lent:
+        if self.lent or self.stopping:
             return []
         if not self.doubtful:
             return self._over(self.cause)
