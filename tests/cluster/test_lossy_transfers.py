@@ -143,8 +143,8 @@ def test_a_loop_whose_state_crosses_has_rounded_values_in_each_iteration(lossy: 
 
 
 def test_sums_of_exact_steps_are_not_rounded(lossy: Callable[..., Cluster]) -> None:
-    """Of a loss that is no mean over rows: with edges rounded it would be far from one machine's."""
-    lossy({"edges": "bfloat16"})
+    """Of a loss that is no mean over rows: with summands rounded it would be far from one machine's."""
+    lossy({"gradients": "bfloat16", "edges": "bfloat16"})
     rows = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weight = tfnb.Variable(torch.ones(3, dtype=torch.float64), name="w")
     with tfnb.record("exact_sums"):
@@ -178,3 +178,32 @@ def test_ranks_send_no_gradients_to_servers(lossy: Callable[..., Cluster]) -> No
     lossy({"gradients": "bfloat16"})
     with pytest.raises(Unimplemented, match=r"mode='allreduce' sends no gradients.*lossy="):
         fitted("ranks", mode="allreduce")
+
+
+def test_new_values_of_variables_and_values_that_other_tasks_read_are_not_rounded(
+    lossy: Callable[..., Cluster],
+) -> None:
+    """What a branch makes of a gradient is a new value; a Variable of one task is used by two; two are assigned."""
+    lossy({"gradients": "bfloat16", "edges": "bfloat16"})
+    w, v = tfnb.Variable(torch.full((3,), 1.001), name="w"), tfnb.Variable(torch.full((3, 3), 1.001), name="v")
+    with tfnb.record("branches"):
+        x = tfnb.placeholder(torch.ones(4, 3), name="x")
+        (grad,) = tfnb.gradients((x @ w).mean(), [w])
+        new = tfnb.cond(grad.norm() > 100, lambda: w - grad, lambda: w - 1e-3 * grad)
+        step = w.assign(new)
+    for _ in range(5):
+        tfnb.run(step, {x: torch.ones(4, 3)})
+    torch.testing.assert_close(w.value(), torch.full((3,), 1.001 - 5e-3), rtol=1e-5, atol=0)
+    big, small = tfnb.Variable(torch.zeros(100), name="big"), tfnb.Variable(torch.zeros(3), name="small")
+    with tfnb.record("read_twice"):
+        y = tfnb.placeholder(torch.ones(100), name="y", shape=(100,))
+        with tfnb.device("task:0"):
+            first, flat = (y[:3] @ v) * 0, v.view(9)
+            assigned = y * 1.001
+        with tfnb.device("task:1"):
+            found, flattened = v.sum() + first.sum(), flat.sum()
+            other = y[:3] * 1.001
+        both = tfnb.group(big.assign(assigned), small.assign(other))
+    found, flattened, _ = tfnb.run([found, flattened, both], {y: torch.ones(100)})
+    torch.testing.assert_close(torch.stack([found, flattened]), torch.full((2,), 9 * 1.001))
+    assert torch.equal(big.value()[:3], small.value()) and small.value()[0] == torch.tensor(1.001)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import tfnb
-from tests.cluster.conftest import WORKERS, stop, workers
+from tests.cluster.conftest import WORKERS, stop, until, workers
 from tests.cluster.test_cuts import Counters, set_hold
 from tests.cluster.test_faults import DROPPED, Interrupter
 from tfnb.cluster.members import deploy
@@ -190,9 +190,13 @@ def test_a_copy_made_after_the_last_step_has_seen_all_steps(
     def kills_first(there: VariablesThere) -> Any:
         if there is variables and engine.step >= 60 and next(kills, False):
             safety = variables.safety
-            safety.refresh(0.0)
-            engine.link.wait(engine.link.start_aside(safety._copy, 0.0), None, "a copy")
-            assert safety.newest is not None and safety.newest.pins.step == 60
+
+            def is_copied() -> bool:  # a holder may be about to be replaced
+                safety.refresh(0.0)
+                engine.link.wait(engine.link.start_aside(safety._copy, 0.0), None, "a copy")
+                return safety.newest is not None and safety.newest.pins.step == 60
+
+            until(is_copied)
             kill_server(cluster)
         return behind(there)
 

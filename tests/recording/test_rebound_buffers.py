@@ -546,6 +546,46 @@ def enclosing() -> SimpleNamespace:
     return SimpleNamespace(step=step, state=lambda: (module.h.tolist(), module.k.tolist()))
 
 
+class Holder:
+    """An object with a module, whose method writes a buffer of the module."""
+
+    def __init__(self) -> None:
+        self.module = Counting()
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.module.h += x
+        return x * 2
+
+
+def holding(kind: str) -> tuple[Callable[[torch.Tensor], torch.Tensor], Counting]:
+    """A function through which alone a module is known, and the module."""
+    holder = Holder()
+    module, some, named = holder.module, [holder.module], {"it": holder.module}
+
+    def add(found: Counting, x: torch.Tensor) -> torch.Tensor:
+        found.h += x
+        return x * 2
+
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "list": lambda x: add(some[0], x), "dict": lambda x: add(named["it"], x), "object": lambda x: holder.step(x),
+        "method": holder.step, "default": lambda x, found=module: add(found, x),
+        "keyword": lambda x, *, found=module: add(found, x),
+    }  # fmt: skip
+    return functions[kind], module
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "object", "method", "default", "keyword"])
+def test_a_module_that_only_something_of_a_function_holds_is_known(kind: str) -> None:
+    step, module = holding(kind)
+    before = module.h.clone()
+    with tfnb.record() as g:
+        x = tfnb.placeholder(DATA[0], shape=(3,))
+        y, done = step(x), tfnb.effects()
+    for row in DATA:
+        tfnb.Session(g).run([y, done], {x: row})
+    torch.testing.assert_close(module.h, before + torch.stack([*DATA]).sum(0))
+
+
 def test_a_module_that_only_functions_enclose_is_known() -> None:
     program, twin = enclosing(), enclosing()
     with tfnb.record() as g:

@@ -166,6 +166,59 @@ def test_watched_values_and_callbacks_are_of_iterations() -> None:
     assert seen[-1][1] == pytest.approx(float(right)), "means over portions are weighted by rows"
 
 
+def test_callbacks_of_steps_are_of_iterations_too_and_may_stop_it() -> None:
+    seen: list[int] = []
+
+    class Each:
+        def on_step(self, progress: tfnb.train.Progress) -> None:
+            seen.append(progress.step)
+            if progress.step == 2:
+                progress.stop("two are enough")
+
+    _, result = fitted(net, entropy, Sandblaster(), 9, callbacks=[Each()])
+    assert seen == [1, 2] and result.stopped == "two are enough"
+
+
+def test_a_portion_of_which_nothing_counts_adds_nothing() -> None:
+    """The last one has ignored rows only: its own loss is 0 / 0."""
+    model, (x, y) = net(), data()
+    y = y.clone()
+    y[-len(y) // 3 :] = -100
+    twin = net()
+    with tfnb.record("ignored"):
+        fed, label = tfnb.placeholder(x[:5]), tfnb.placeholder(y[:5])
+        loss = entropy(model, fed, label)
+    tfnb.fit(loss, {fed: x, label: y}, mode=Sandblaster(), steps=3, batch_size=len(y) // 3)
+    rule = torch.optim.LBFGS(
+        twin.parameters(), max_iter=3, max_eval=10**6, history_size=10, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> torch.Tensor:
+        rule.zero_grad()
+        value = entropy(twin, x, y)
+        value.backward()
+        return value
+
+    rule.step(closure)
+    assert apart(model, twin) < 1e-8
+
+
+@pytest.mark.parametrize("decay", [0.0, 3.0])
+def test_a_sum_beside_something_without_rows_is_refused_also_of_a_list(decay: float) -> None:
+    """Of portions it would be another function: what has no rows counted once for each portion."""
+    model, (x, y) = linear(), data()
+    with tfnb.record("decayed"):
+        fed, label = tfnb.placeholder(x[:5]), tfnb.placeholder(y[:5])
+        loss = quadratic(model, fed, label)
+        loss = loss + decay * sum(p.square().sum() for p in model.parameters()) if decay else loss
+    portions = [{fed: x[at : at + 10], label: y[at : at + 10]} for at in range(0, len(x), 10)]
+    if not decay:
+        tfnb.fit(loss, portions, mode=Sandblaster(), steps=2)
+        return
+    with pytest.raises(InvalidArgument):
+        tfnb.fit(loss, portions, mode=Sandblaster(), steps=2)
+
+
 def test_it_goes_on_from_the_parameters_of_now_and_stops_where_nothing_is_to_be_gained() -> None:
     model, (x, y) = linear(), data()
     with tfnb.record("again"):

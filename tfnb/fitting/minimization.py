@@ -247,10 +247,13 @@ class Minimization:
         values = {**self._values, name_of(self.vectors.loss): now.loss}
         about = {"epoch": self.number, "step": self.number}
         self.history.append({**about, **values, "evaluations": self.evaluations})
-        told = self.callbacks.on_epoch(Progress(self.number, self.number, values, self._samples))
-        if told.changed is not None:
+        told = [
+            tell(Progress(self.number, self.number, values, self._samples))
+            for tell in (self.callbacks.on_step, self.callbacks.on_epoch)
+        ]
+        if any(each.changed is not None for each in told):
             raise InvalidArgument(f"{_ONLY}, and a callback changed the mode: call fit again")
-        self._why_over = told.stopped
+        self._why_over = next((each.stopped for each in told if each.stopped is not None), None)
 
     # -- commands -----------------------------------------------------------------------------------------------
 

@@ -153,12 +153,17 @@ def _evaluation(
     rows = _rows(recorder, loss)
     number, share = _share(recorder, weight, weighted, rows)
     value = loss.detach().reshape(()).to("cpu", torch.float64)
-    added = torch.stack([value * share, number, rows, recorder.read(stamp) * rows])
+    added = torch.stack([_counted(value, share), number, rows, recorder.read(stamp) * rows])
     writes = {sums: recorder.read(sums) + added}
     for gradient, each in zip(gradients, parameters, strict=True):
         dense = gradient.to_dense("Sandblaster sums gradients") if isinstance(gradient, IndexedSlices) else gradient
-        writes[each.gradient] = recorder.read(each.gradient) + dense * share
+        writes[each.gradient] = recorder.read(each.gradient) + _counted(dense, share)
     return _assigned(recorder, "evaluation", writes)
+
+
+def _counted(value: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """What a portion adds; nothing, where nothing of it counts: its loss is NaN then, divided by 0."""
+    return torch.where(share != 0, value * share, torch.zeros_like(value))
 
 
 def _rows(recorder: Recorder, loss: Tensor) -> torch.Tensor:

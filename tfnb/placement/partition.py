@@ -31,7 +31,7 @@ from tfnb.graph import Contents, Dim, Graph, Node, Ref, Spec, Value, Variable
 from tfnb.graph.contents import unique
 from tfnb.graph.graph import new_id
 from tfnb.graph.op_facts import facts_of
-from tfnb.graph.ops import PRESENT, STRUCTURAL
+from tfnb.graph.ops import GRADIENT, PRESENT, STRUCTURAL
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import nested, uses_queues
 from tfnb.passes import StepGraph
@@ -361,7 +361,15 @@ class _Cut:
         rows, contents = self._rows(shard, targets, mine, kinds), self.pruned.contents
         weights = {v: self.weigh(v) for v, kind in kinds.items() if self.divides and kind in ("grad", "rows")}
         borders = tuple(
-            Transfer(v, shard, kind, rows.get(v), _changed_by(v, contents), weights.get(v, ROWS))
+            Transfer(
+                v,
+                shard,
+                kind,
+                rows.get(v),
+                _changed_by(v, contents),
+                weights.get(v, ROWS),
+                kind in ("grad", "rows") and (v in gradients or self._is_derivative(v)),
+            )
             for v, kind in kinds.items()
         )
         totals = dict.fromkeys(w.total for w in weights.values() if isinstance(w.total, Value))
@@ -370,6 +378,11 @@ class _Cut:
         nodes = [fed.rewired(replace(node, control=()) if node.control else node) for node in mine]
         new = {variable: fed.of(value) for variable, value in targets.items()}
         return self._applying(shard, fed, nodes, new, borders)
+
+    def _is_derivative(self, value: Value) -> bool:
+        """Whether a value is made by a node of a backward pass."""
+        node = self.state.nodes.get(value.node)
+        return node is not None and not GRADIENT.isdisjoint(node.tags)
 
     def _assigning(self, shard: int, targets: Mapping[Variable, Value]) -> Server:
         """The graph that assigns the new values of one shard as a task sends them."""

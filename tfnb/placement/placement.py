@@ -63,7 +63,8 @@ class Transfer(NamedTuple):
     """A value sent to a server at the end of a step. ``rows``: the rows of the server's piece; None: the whole value.
 
     ``kind``: the merge of the values of several tasks. ``variable``: the name of the first Variable that changes by it.
-    ``weight``: of a mean; its total is sent to the same server.
+    ``weight``: of a mean; its total is sent to the same server. ``is_gradient``: whether it is one, and no new value of
+    a Variable that was made of gradients.
     """
 
     value: Value
@@ -72,6 +73,7 @@ class Transfer(NamedTuple):
     rows: Rows | None = None
     variable: str = ""
     weight: Weight = ROWS
+    is_gradient: bool = False
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def _narrowed(start: LinePoint, bracket: list[LinePoint], width: float, toleranc
     low, is_stuck = _lower(bracket), False
     for _ in range(most):
         one, other = bracket
-        if abs(other.step - one.step) * width < tolerance:
+        if abs(other.step - one.step) * width <= tolerance:
             break
         step, is_stuck = _inside(bracket, is_stuck)
         point = yield from _evaluated(step)

@@ -49,6 +49,8 @@ def test_a_number_beyond_the_range_is_an_error_and_never_infinity(format, number
     with pytest.raises(NonFinite, match=rf"a gradient holds .*{format} cannot hold.*lossy= of connect") as caught:
         narrowed(torch.tensor([1.0, -number], dtype=torch.float64), format, "a gradient")
     assert ("'bfloat16' has the range" in str(caught.value)) == (format == "float16")
+    with pytest.raises(NonFinite, match=rf"a gradient holds {number:.4g}".replace("+", r"\+")):
+        narrowed(torch.tensor([-math.inf, math.nan, number], dtype=torch.float64), format, "a gradient")
 
 
 @pytest.mark.parametrize(

@@ -688,7 +688,7 @@ class Steps:
                 about = weighed(step) if divides else WeighedStep(step)
                 cut = split(about.step, homes, parallel=divides, tasks=tasks, is_staged=is_staged, weigh=about.of)
                 ensure_on_servers(found, cut.placement.places, cut.undivided)
-                gradients = "" if is_staged else self._lossy.gradients  # a stage keeps its own
+                gradients = "" if is_staged or is_exact else self._lossy.gradients  # a stage keeps its own
                 edges = "" if is_exact else self._lossy.edges
                 placed = place(cut, check=check, compile=compile, format=gradients)
                 placed = replace(placed, guards=RowGuards.of(step), joins=joins(about))

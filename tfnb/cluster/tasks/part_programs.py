@@ -51,6 +51,12 @@ from tfnb.passes.flow.step_flow import CutOptions, StepFlow, in_parts, optimized
 from tfnb.placement.partition import Split
 from tfnb.placement.placement import Homes
 
+SHAPES = {
+    "alias", "clone", "contiguous", "detach", "expand", "permute", "reshape", "select", "slice", "squeeze", "t",
+    "transpose", "unsqueeze", "view",
+}  # fmt: skip
+"""Ops of torch that give elements of their first operand, in another shape."""
+
 
 class SentValue(NamedTuple):
     """A value that goes to a shard: a feed of its plan."""
@@ -89,6 +95,7 @@ def part_plans(
     else:
         sender |= _senders(uncrossed, sent, len(wanted), borders)
     crossing = list(dict.fromkeys((each.value, sender[each.shard]) for each in sent))
+    new = {border.value for server in split.servers for border in server.borders if not border.is_gradient}
     outputs = (*wanted, *(value for value, _ in crossing), *split.checks)
     places = [*([None] * len(wanted)), *(place for _, place in crossing), *([None] * len(split.checks))]
     step = StepGraph(step.whole, step.graph, outputs, split.feeds)
@@ -97,7 +104,7 @@ def part_plans(
     facts = {
         "homes": homes_of(step.graph, split.placement.homes), "count": len(wanted), "check": check, "tasks": [*tasks],
         "places": [None if place is None else place.number for place in places], "edges": digest(found.parts),
-        "format": format,
+        "format": format, "kept": [len(wanted) + at for at, (value, _) in enumerate(crossing) if value in new],
     }  # fmt: skip
     constants = {id(node.attrs["value"]) for node in step.graph.nodes if node.op == "tfnb.constant"}
     plans = []
@@ -173,6 +180,15 @@ def _read_by(part: Part, homes: Homes) -> frozenset[int]:
     return frozenset(piece.shard for variable in read for piece in homes[variable.key])
 
 
+def _is_stored(flow: frames.Flow, port: frames.Port) -> bool:
+    """Whether a port has the value of a Variable, or the same elements in another shape."""
+    op = flow.ops[port.op]
+    name = "" if op.node is None else op.node.op
+    if op.kind == frames.ENTER or (op.kind == frames.NODE and name.count(".") > 1 and name.split(".")[1] in SHAPES):
+        return _is_stored(flow, op.inputs[0])
+    return op.kind == frames.NODE and name == "tfnb.read"
+
+
 def _tensors_in(part: Part) -> set[int]:
     """Ids of the constants that a part computes with."""
     found: set[int] = set()
@@ -223,9 +239,10 @@ class PartProgram(ComputeProgram):
         self.lookups, self.tensors, self.queues = [], (), queues_of(graph.nodes)
         self.homes = [tuple(map(piece_of, pieces)) for pieces in keys_of(self.part, meta["homes"])]
         about = StepParts(graph, found)
-        specs = {
-            edge.number: about.spec(edge.port) for edge in about.edges if edge.kind is Kind.VALUE and meta["format"]
-        }
+        new = {outputs[at] for at in meta["kept"]}
+        edges = [edge for edge in about.edges if meta["format"] and edge.kind is Kind.VALUE]
+        made = [e for e in edges if about.value(e.port) not in new and not _is_stored(found.flow, e.port)]
+        specs = {edge.number: about.spec(edge.port) for edge in made}
         self._lossy = {
             number: spec.dtype for number, spec in specs.items() if spec is not None and is_lossy(spec.dtype)
         }

@@ -265,7 +265,7 @@ def server_plan(server: Server, homes: Homes, check: bool, format: str = "") -> 
     by_id = server.graph.contents.by_id
     dtypes = [by_id[value.node].outputs[value.index].dtype for value in server.feeds]
     facts["formats"] = [
-        format if border.kind in GRADIENTS and is_lossy(dtype) else ""
+        format if border.is_gradient and is_lossy(dtype) else ""
         for border, dtype in zip(borders, dtypes, strict=True)
     ] if format else []  # fmt: skip
     return plan_of(server.graph, (server.target,), server.feeds, facts)

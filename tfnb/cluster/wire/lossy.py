@@ -97,11 +97,11 @@ def narrowed(tensor: torch.Tensor, format: str, whose: str) -> torch.Tensor:
     tensor([3.1406], dtype=torch.bfloat16)
     """
     found = FORMATS[format].narrow(tensor)
-    if not is_finite(found) and is_finite(tensor):
+    if not is_finite(found) and bool((beyond := ~found.isfinite() & tensor.isfinite()).any()):
         most = torch.finfo(found.dtype).max
         other = ": 'bfloat16' has the range of float32" if found.dtype is torch.float16 else ""
         raise NonFinite(
-            f"{whose} holds {tensor.abs().max().item():.4g}, which {format} cannot hold: its largest number is "
+            f"{whose} holds {tensor[beyond].abs().max().item():.4g}, which {format} cannot hold: its largest number is "
             f"{most:.5g}; lossy= of connect chose it{other}"
         )
     return found

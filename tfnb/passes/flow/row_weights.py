@@ -244,8 +244,7 @@ class _Weighing:
             is_one = len(known) == 1 and all(isinstance(one, Weight) for one in each)
             gradients |= dict.fromkeys(d.nodes, *known) if is_one else dict.fromkeys(d.nodes, ROWS)
         ends = {v: state.resolved(v) for v in fetched if self._is_number(v)}
-        for value in ends.values():
-            weight(value)
+        refused |= {value: one for value in ends.values() if isinstance(one := weight(value), Reason)}
         values = {value: self._known(value, found) for value in self.states if self._is_number(value)}
         values |= {value: values.get(end) for value, end in ends.items()}
         reasons = {value: one for value, one in self.states.items() if isinstance(one, Reason)} | refused

@@ -179,15 +179,17 @@ def modules_of(names: Mapping[str, Any]) -> list[torch.nn.Module]:
 
 
 def _modules_of(value: object) -> list[torch.nn.Module]:
-    """A module; or the modules in a short list or dict, among an object's attributes, or enclosed by a function, also
-    by one that lies there.
+    """A module; or the modules in a short list or dict, among an object's attributes, or that a function, method or
+    partial encloses or has as defaults, also in a list, dict or object there, and also of a function that lies there.
     """
-    queue, seen = [value], {id(value)}
+    queue, opened, seen = [value], {id(value)}, {id(value)}
     for item in queue:  # which grows
-        is_open = item is value or isinstance(item, FunctionType | MethodType | partial)
-        if is_open and not isinstance(item, torch.nn.Module):
-            queue += [inner for inner in _inside(item) if id(inner) not in seen]
-            seen.update(map(id, queue))
+        is_code = isinstance(item, FunctionType | MethodType | partial)
+        if (is_code or id(item) in opened) and not isinstance(item, torch.nn.Module):
+            new = [inner for inner in _inside(item) if id(inner) not in seen]
+            queue += new
+            seen.update(map(id, new))
+            opened.update(map(id, new if is_code else ()))  # what code holds, and not what lies in that
     return [item for item in queue if isinstance(item, torch.nn.Module)]
 
 
@@ -195,7 +197,8 @@ def _inside(value: object) -> Iterable[Any]:
     """The objects that a value of the program holds."""
     match value:
         case FunctionType():
-            return [cell.cell_contents for cell in value.__closure__ or () if _is_bound(cell)]
+            given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            return [*given, *(cell.cell_contents for cell in value.__closure__ or () if _is_bound(cell))]
         case MethodType():
             return [value.__self__, value.__func__]
         case partial():
