@@ -37,9 +37,10 @@ def strong_wolfe(start: LinePoint, step: float, width: float, tolerance: float =
     >>> while True:
     ...     try:
     ...         step = search.send(((2 - step) ** 2, 2 * (step - 2)))
-    ...     except StopIteration as end:
+    ...     except StopIteration as error:
+    ...         end = error.value
     ...         break
-    >>> abs(end.value.slope) <= 0.9 * 4
+    >>> abs(end.slope) <= 0.9 * 4
     True
     """
     before, point, tries = start, (yield from _evaluated(step)), 0
