@@ -11,6 +11,7 @@ _HOME = {
     "GraphWidget": "graph_widget",
     "LivePlot": "live_plot",
     "ProgressPanel": "progress",
+    "StepSlider": "step_slider",
 }
 
 __all__ = sorted(_HOME)
