@@ -188,7 +188,9 @@ def test_a_run_whose_deadline_ends_before_the_only_task_is_back_says_so_and_the_
     try:
         assert not cluster._do("verify", 60, cluster._engine.peers.verify, old)
         for _ in range(2):
-            with pytest.raises(DeadlineExceeded, match=r"step 2 did not end within 1.0 s; it waited for\s+a compute task to come back"):
+            with pytest.raises(
+                DeadlineExceeded, match=r"step 2 did not end within 1.0 s; it waited for\s+a compute task to come back"
+            ):
                 tfnb.run(c.train, {c.x: torch.ones(4)}, timeout=1.0)
         assert "silent" in str(cluster.status())  # the loop of the cluster is free
     finally:

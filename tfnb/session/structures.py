@@ -78,8 +78,8 @@ def _number(item: object, what: str = "fetch") -> FeedError:
             f"{what} that"
         )
     return FeedError(
-        f"cannot {what} {item!r}: it is a number of Python, as the recording left it, and no value of the graph; what a "
-        "run shall compute has to come from recorded tensors"
+        f"cannot {what} {item!r}: it is a number of Python, as the recording left it, and no value of the graph; what "
+        "a run shall compute has to come from recorded tensors"
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tfnb.cluster.engine.engine import Engine, Pins
+from tfnb.cluster.modes.events import UserStop
 from tfnb.cluster.queues.journal import ChannelMark
 from tfnb.cluster.queues.queues_there import CONFIRM, Ask, Channels, RemoteQueue
 from tfnb.cluster.wire.messages import Failure, Ok, raised
@@ -73,6 +74,8 @@ class QueueHomes:
         for queue in queues:
             machine_of(queue)
             if queue not in self._here:
+                if self._engine.is_closing or self._engine.lost is not None:  # it went home while the step began
+                    raise self._engine.error(UserStop(), None) if self._engine.lost is None else self._engine.lost
                 raise FailedPrecondition(f"queue {queue.name} lives on another cluster: close that one first")
             found[queue] = self._here[queue]
         return found
