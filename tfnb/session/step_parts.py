@@ -49,9 +49,16 @@ def place(
 ) -> StepParts:  # fmt: skip
     """The parts of a run of ``fetches``, by the tasks that its nodes request; runs nothing, and needs no cluster.
 
-    fetches: as those of `run`. feeds: what would be fed, placeholders or other tensors (of a dict, its keys); None for
-    all placeholders. The result prints a table with a line for each task; a notebook draws it, and each of its
-    ``parts`` alone; ``why(node)`` says why a node is done where it is.
+    fetches: as those of `run`.
+    how: ``"auto"`` searches for the tasks on which a run is predicted to be quickest, and lets the nodes ask for them.
+    feeds: placeholders or other tensors that would be fed; None for all placeholders. A dict has values, too.
+    stages: cut the modules of the step, in their order, in so many for ``fit(mode="pipeline")``: stage s asks for task s.
+    tasks: of a search, at most; None for those of the connected cluster.
+    soft: requests of a search or of stages are dropped where there is no such task, as without a cluster.
+
+    The result prints a table with a line for each task; a notebook draws it, and each of its ``parts`` alone;
+    ``why(node)`` says why a node is done where it is. The page `notebooks/cluster.md` says how a search and a cut in
+    stages choose. Requests of the user, `tfnb.device`, stand. Another call places anew.
 
     >>> import torch, tfnb
     >>> with tfnb.record():
@@ -68,15 +75,6 @@ def place(
     task:0: 1 nodes, feeds x
     send h: task:0 -> task:1 (value, 12*B bytes)
 
-    how: ``"auto"`` searches for the tasks on which a run is predicted to be quickest, among so many ``tasks`` (None:
-    all of the connected cluster), and lets the nodes ask for them. Nothing runs, and no cluster is needed to try how
-    many tasks help; the step runs there as if placed by hand, and here by ``Session(graph, executor="parts")``. A
-    gradient stays with its forward node, an update with its Variable, and all that uses a queue together; requests of
-    the user stand. Times are a formula of this machine's speed, for the sizes of ``feeds`` or of samples, until the
-    graph ran with ``trace=True``: then medians of such runs, also of messages. The result shows the predicted times of
-    each task and link, and below them those of the last traced run; ``why(node)`` tells the time for each other task. A
-    step that several tasks make no quicker, by 2 percent at least, stays on one.
-
     >>> with tfnb.record() as graph:
     ...     x, w = tfnb.placeholder(torch.ones(400, 400), name="x"), torch.ones(400, 400)
     ...     y = (x @ w).sum() + (x.exp() @ w).sum()
@@ -87,24 +85,10 @@ def place(
     >>> bool(session.run(y, {x: torch.ones(400, 400)}) > 0)
     True
 
-    stages: cut the modules of the step, in the order in which they compute, in so many consecutive stages for
-    ``fit(mode="pipeline")``, and let the nodes of stage s ask for ``task:s``, as `tfnb.device` around these modules
-    would. The slowest stage is as quick as it can be, with its messages; among cuts within 5 percent of that, the
-    largest stage holds the fewest bytes of Variables and slots. Nodes are measured here, on ``feeds`` where that is a
-    dict of values, else on the samples of placeholders; nothing is written. A module that the user placed on a task
-    stays there. A weight of two modules is read at the first one, and sent to the other's stage. Once more with
-    another number places anew; a cell that is run again has nodes without stages. soft: the requests are dropped where
-    there is no such task, so the same step runs here and on fewer tasks.
-
     Raises InvalidArgument for requests that these tasks cannot meet, for more stages than modules, and for stages of a
     step without modules; Unimplemented for stages of a step with queues.
     """
-    if how is not None and not (isinstance(how, str) and how == "auto"):
-        raise InvalidArgument(f"how is 'auto' or None, not {how!r:.60}; what is fed is feeds=")
-    if how is not None and stages is not None:
-        raise InvalidArgument(f"how={how!r} searches for places, and stages={stages} cuts modules in order: take one")
-    if how is None and tasks is not None:
-        raise InvalidArgument(f"tasks={tasks} is of a search: tfnb.place(fetches, 'auto', tasks={tasks})")
+    _ensure_one_way(how, stages, tasks, soft)
     graph = graph_of(fetches)
     leaves: list[Any] = []
     structure(fetches, leaves)
@@ -113,10 +97,20 @@ def place(
         return _staged(graph, values, feeds, stages, soft)
     if how is not None:
         return _searched(graph, values, feeds, _task_count(tasks), soft)
-    if soft:
-        raise InvalidArgument("soft=True is of stages or of a search: say stages=4, or 'auto'")
     keys = graph.placeholders if feeds is None else tuple(feeds)
     return StepParts(graph, in_parts(step_graph(graph, values, _fed(graph, keys))))
+
+
+def _ensure_one_way(how: object, stages: object, tasks: object, soft: object) -> None:
+    """Raise InvalidArgument for arguments of which one is of a search, and another of stages or of neither."""
+    if how is not None and not (isinstance(how, str) and how == "auto"):
+        raise InvalidArgument(f"how is 'auto' or None, not {how!r:.60}; what is fed is feeds=")
+    if how is not None and stages is not None:
+        raise InvalidArgument(f"how={how!r} searches for places, and stages={stages} cuts modules in order: take one")
+    if how is None and tasks is not None:
+        raise InvalidArgument(f"tasks={tasks} is of a search: tfnb.place(fetches, 'auto', tasks={tasks})")
+    if soft and how is None and stages is None:
+        raise InvalidArgument("soft=True is of stages or of a search: say stages=4, or 'auto'")
 
 
 def _fed(graph: Graph, keys: Iterable[Any]) -> tuple[Value, ...]:
