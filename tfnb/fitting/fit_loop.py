@@ -24,7 +24,6 @@ from tfnb.cluster.engine.members import Mode
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.recovery import Recovery, RecoveryBudget
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, SchedulerLost, ShapeError, TfnbError
-from tfnb.escaping import xml
 from tfnb.fitting.checkpoints import Checkpoints, saver_of
 from tfnb.fitting.fit_display import front
 from tfnb.fitting.fit_options import (
@@ -58,6 +57,7 @@ from tfnb.train.modes import TaskMode
 from tfnb.train.sandblaster import Sandblaster
 from tfnb.train.saver import Saver
 from tfnb.widgets.curve import number, svg
+from tfnb.widgets.escaping import xml
 
 Taken = Generator[StepReport, None, None]
 
@@ -214,8 +214,8 @@ def fit(
     shown = front(None if how.is_coordinated else source.total, session.graph.name)
     checkpoints = Checkpoints(session, saver, checkpoint_every, callbacks, start)
     run = _Run(
-        Metrics(names), shown, timeout, session, Callbacks(checkpoints.callbacks), checked, start, reads, how,
-        progress_after, checkpoints, RecoveryBudget(Restarts(most=restarts)),
+        Metrics(names), shown, timeout, session, Callbacks(checkpoints.callbacks, is_noted=not how.is_coordinated),
+        checked, start, reads, how, progress_after, checkpoints, RecoveryBudget(Restarts(most=restarts)),
     )  # fmt: skip
     waits = validation is not None or (run.callbacks.follow_epochs and (how.is_joint or how.is_coordinated))
     taken = _taken(_FitSteps(session, fetch, watched, source, check, division, exact), run, waits)
@@ -707,7 +707,7 @@ class _Run:
         if isinstance(error, ParameterServerLost | SchedulerLost):
             error.message += self._goes_on() if is_kept and not self.mode.is_coordinated else ""
         self._finish(f"failed after step {self.step}: {type(error).__name__}")
-        if self.steps.is_inside:
+        if self.steps.is_inside and not self.mode.is_coordinated:  # steps of a coordinator are portions
             error.add_note(f"in step {self.step + 1} of fit; variables are at step {self.steps.applied.steps}")
             if isinstance(error, TfnbError) and error.step is None:
                 error.step = self.step + 1
