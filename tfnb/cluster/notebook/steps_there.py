@@ -319,9 +319,9 @@ class Steps:
         graph = step.whole if graph is None else graph
         placed, why = self._placed_for(step, how, see, check, compile, one_by_one, graph)
         tasks = len(self._numbers())
-        exact, source = self._is_exact(step, placed, how, source, exact)
-        may_sum = exact and not why and placed.writes and not how.is_pipeline and tasks > 1
-        over = self._over_rows(step, check, compile) if may_sum else None
+        is_exact, source = self._is_exact(step, placed, how, source, exact)
+        may_sum = is_exact and not why and placed.writes and not how.is_pipeline and tasks > 1
+        over = self._over_rows(step, check, compile, is_asked=exact is True) if may_sum else None
         is_stepwise = bool(why) or not placed.writes or over is not None
         _check_writes(step, placed, how, tasks, why, is_stepwise=is_stepwise)
         if (self._variables.held.stale or self._queues.lacks_copies) and not how.is_coordinated:
@@ -401,10 +401,10 @@ class Steps:
             source = self._looked_further(step, placed, count, source)
         return may_sum and not is_mean, source
 
-    def _over_rows(self, step: StepGraph, check: bool, compile: Compile) -> ExactSteps:
+    def _over_rows(self, step: StepGraph, check: bool, compile: Compile, *, is_asked: bool) -> ExactSteps:
         """The step over the rows of the tasks; warns of the ops that one task does."""
         place = partial(self.place, parallel=False, check=check, compile=compile, is_exact=True)
-        over = ExactSteps(step, self._numbers, place)
+        over = ExactSteps(step, self._numbers, place, is_asked)
         if note := over.note:
             warnings.warn(note, stacklevel=user_level(None))
         return over
