@@ -11,6 +11,7 @@ import torch
 from tfnb.cluster.connected import connected
 from tfnb.errors import InvalidArgument, Unimplemented, ensure_type
 from tfnb.execution.tracing.node_seconds import node_seconds
+from tfnb.execution.tracing.trace import Trace
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes import StepGraph, step_graph
@@ -42,6 +43,8 @@ _GIVEN = "stages"  # in `Graph.attached`: the requests that `place` gave to node
 _TIMES = "times"  # in `Graph.attached`: those of traced runs
 MOST = 64  # tasks of a search
 
+Key = FeedKey | Node  # of a feed: as a user names it, or the node of a placeholder
+
 
 def place(
     fetches: Fetches, how: Literal["auto"] | None = None, *, feeds: Iterable[FeedKey] | None = None,
@@ -52,7 +55,7 @@ def place(
     fetches: as those of `run`.
     how: ``"auto"`` searches for the tasks on which a run is predicted to be quickest, and lets the nodes ask for them.
     feeds: placeholders or other tensors that would be fed; None for all placeholders. A dict has values, too.
-    stages: cut the modules of the step, in their order, in so many for ``fit(mode="pipeline")``: stage s asks for task s.
+    stages: so many consecutive groups of modules for ``fit(mode="pipeline")``: the nodes of stage s ask for ``task:s``.
     tasks: of a search, at most; None for those of the connected cluster.
     soft: requests of a search or of stages are dropped where there is no such task, as without a cluster.
 
@@ -113,12 +116,12 @@ def _ensure_one_way(how: object, stages: object, tasks: object, soft: object) ->
         raise InvalidArgument("soft=True is of stages or of a search: say stages=4, or 'auto'")
 
 
-def _fed(graph: Graph, keys: Iterable[Any]) -> tuple[Value, ...]:
+def _fed(graph: Graph, keys: Iterable[Key]) -> tuple[Value, ...]:
     """The values that these keys feed."""
     return tuple(dict.fromkeys(value for key in keys for value in fed_by(graph, key)))
 
 
-def learn(graph: Graph, trace: Any, step: StepGraph, tensors: Sequence[torch.Tensor]) -> None:
+def learn(graph: Graph, trace: Trace, step: StepGraph, tensors: Sequence[torch.Tensor]) -> None:
     """Keep the times of a traced run for later placements of the graph. tensors: of the feeds."""
     graph.attached.setdefault(_TIMES, StepTimes()).learn(trace, _sizes(step, [tensor.shape for tensor in tensors]))
 
@@ -143,7 +146,9 @@ def _task_count(tasks: int | None) -> int:
     return tasks
 
 
-def _searched(graph: Graph, values: Sequence[Value], feeds: Any, tasks: int, soft: bool) -> AutoPlacement:
+def _searched(
+    graph: Graph, values: Sequence[Value], feeds: Iterable[FeedKey] | None, tasks: int, soft: bool
+) -> AutoPlacement:
     """The step at the tasks of the quickest placement; the graph asks for these tasks from now on."""
     ensure_type(soft, bool, "soft")
     graph.ensure_open()
@@ -176,13 +181,13 @@ def _searched(graph: Graph, values: Sequence[Value], feeds: Any, tasks: int, sof
     return AutoPlacement(graph, parts, groups, found, timeline, costs, tasks)
 
 
-def _bare(graph: Graph, values: Sequence[Value], feeds: Any) -> tuple[Graph, tuple[Any, ...]]:
+def _bare(graph: Graph, values: Sequence[Value], feeds: Iterable[FeedKey] | None) -> tuple[Graph, tuple[Key, ...]]:
     """The graph without requests of an earlier placement, and the keys of its feeds."""
     bare = graph.derive(unplaced(graph.contents, graph.attached.get(_GIVEN, {})))
     return bare, step_graph(bare, values, ()).graph.placeholders if feeds is None else tuple(feeds)
 
 
-def _batch(graph: Graph, keys: Iterable[Any], batch: Iterable[Any]) -> Sequence[torch.Tensor]:
+def _batch(graph: Graph, keys: Iterable[Key], batch: Iterable[Any]) -> Sequence[torch.Tensor]:
     """The batch of these keys, as tensors that the graph takes."""
     return Feeder(graph, [(key, fed_by(graph, key)) for key in keys]).fed(batch)[0]
 
@@ -193,7 +198,9 @@ def _commit(graph: Graph, bare: Graph, asks: Mapping[int, str], late: Collection
     graph.commit(contents)
 
 
-def _staged(graph: Graph, values: Sequence[Value], feeds: Any, stages: int, soft: bool) -> StagedStep:
+def _staged(
+    graph: Graph, values: Sequence[Value], feeds: Iterable[FeedKey] | None, stages: int, soft: bool
+) -> StagedStep:
     """The step in stages; the graph asks for these stages from now on."""
     ensure_type(stages, int, "stages")
     ensure_type(soft, bool, "soft")
@@ -209,7 +216,7 @@ def _staged(graph: Graph, values: Sequence[Value], feeds: Any, stages: int, soft
     return StagedStep(graph, in_parts(step_graph(graph, values, step.feeds)), weights.stages(ends))
 
 
-def _sample(graph: Graph, key: object) -> torch.Tensor:
+def _sample(graph: Graph, key: Key) -> torch.Tensor:
     """The sample of a feed key. Raises InvalidArgument where it has none."""
     found = workspace(graph).sample(fed_by(graph, key)[0])
     if found is None:
