@@ -166,7 +166,7 @@ class Facts:
 
     @property
     def keeps_elements(self) -> bool:
-        """Whether each element of the result is one of the first operand, in a view of it or in a copy of a view."""
+        """Whether the result is a view of the first operand, or a copy of one. Conjugates and other dtypes count."""
         return self.shares_memory or self.is_view_copy or self.view_or_copy or self.copies
 
 
