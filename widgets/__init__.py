@@ -1,4 +1,4 @@
-"""Live drawings and progress panels, and the script and style of pages.
+"""Live drawings and progress panels, the script and style of pages, and names that are escaped for HTML.
 
 Loads a widget library only when a class is first used, so that a page can read the files here without one.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfnb.escaping import xml
+from tfnb.widgets.escaping import xml
 
 _TABLE = "margin:.4em 0;color:inherit;font:inherit"
 
