@@ -137,6 +137,7 @@ def workers(client: Client, least: int) -> int:
 @pytest.fixture
 def connect(dask: Client) -> Iterator[Callable[..., Cluster]]:
     """``connect(tasks)``: that many compute tasks; all other workers, at least one, are servers."""
+    gc.collect()  # queues of tests before, which would move to servers, and keep a training from going on by itself
     made: list[Cluster] = []
     if not LASTING.issuperset(resources.all_of(QueueHandle)):
         gc.collect()  # queues of earlier tests would go to these servers, too
