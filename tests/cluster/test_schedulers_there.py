@@ -36,6 +36,7 @@ class Descent:
         return -float(self.module.weight.detach())
 
 
+@pytest.mark.filterwarnings("ignore:.*may be none over others")  # the work beside it multiplies means by nothing
 @pytest.mark.parametrize("options", [{}, {"backup": 1}], ids=str)
 def test_each_synchronous_step_takes_the_rate_of_its_epoch(connect: Callable[..., Any], options: Any) -> None:
     cluster, descent = connect(3), Descent()
