@@ -25,6 +25,7 @@ from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.recovery import Recovery, RecoveryBudget
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, SchedulerLost, ShapeError, TfnbError
 from tfnb.escaping import xml
+from tfnb.execution.tiers.gain import ExpectedSteps
 from tfnb.fitting.checkpoints import Checkpoints, saver_of
 from tfnb.fitting.fit_display import front
 from tfnb.fitting.fit_options import (
@@ -325,6 +326,7 @@ def fit(
         run.failed(error, is_kept=reads is not None or not isinstance(data, Iterator))
         raise
     finally:
+        run.expected.announced = None
         session.state.settle(run.steps, is_over=run.is_over or how.is_coordinated)
     raise KeyboardInterrupt(stopped)
 
@@ -352,6 +354,8 @@ def _here(
             call = session.make_callable((fetch, watched), keys, check=check, microbatches=division)
             if not division.is_whole and exact is not False:
                 look_at_means(session, (fetch, watched), keys, batch.values, division)
+            if division.is_whole and source.total is not None:
+                run.announce(session.expected((fetch, watched), keys), source.total)
             written = next(iter(session.written((fetch, watched), keys)), None)
             run.code = partial(session.code, (fetch, watched), keys, microbatches=division)
         run.steps.begins(batch.position, written)
@@ -530,6 +534,7 @@ class _Run:
         self.is_wanted = False  # an interrupt
         self._front = front
         self.code: Callable[[], str] = str  # which code runs the steps
+        self.expected = ExpectedSteps()  # of that code
         self.plan: object = None  # of memory, for the largest batch
         self._said = _PLAIN
         self._start = self._looked = time.perf_counter()
@@ -559,6 +564,11 @@ class _Run:
             self._looked = now
             self._look(now - self._start)
         self.stop_if_wanted()
+
+    def announce(self, expected: ExpectedSteps, total: int) -> None:
+        """Tell the code of the steps how many are to come, of so many in all."""
+        self.expected.announced = None  # of other feeds
+        self.expected, expected.announced = expected, lambda: max(0, total - self.step)
 
     @property
     def step(self) -> int:

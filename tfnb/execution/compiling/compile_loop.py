@@ -42,11 +42,13 @@ def serve(pipe: Connection, idle: float, drafts: list[Path]) -> None:
 
 
 def built(build: str, folder: Path, budget: float) -> dict[str, object]:
-    """Call ``module:function`` with the folder; gives its facts and the seconds, or the error in one line.
+    """Call ``module:function`` with the folder; gives its facts, the seconds and those of a processor, or the error in
+    one line.
 
     One that takes more than ``budget`` seconds of a processor is ended, and is ``over`` it.
     """
-    start, end = time.perf_counter(), _used() + budget
+    start, begun = time.perf_counter(), _used()
+    end = begun + budget
     try:
         module, _, name = build.partition(":")
         with bounded(end):
@@ -56,7 +58,7 @@ def built(build: str, folder: Path, budget: float) -> dict[str, object]:
             return {"error": f"it takes more than {budget:g} s of a processor", "over": True}
         lines = str(error).strip().splitlines()
         return {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
-    return {"seconds": time.perf_counter() - start, **facts}
+    return {"seconds": time.perf_counter() - start, "processor": _used() - begun, **facts}
 
 
 class Over(BaseException):
