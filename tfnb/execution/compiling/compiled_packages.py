@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tfnb.execution.compiling.compiler_process import BUILD, COMPILER, NOBODY, OverBudget
+from tfnb.execution.compiling.compiler_process import BEHIND, COMPILER, NOBODY, OverBudget
 from tfnb.execution.compiling.package_cache import FOLDER, cpp_compiler, digest, packages, surroundings
 
 REQUEST = "request"  # folder
@@ -88,7 +88,7 @@ def compiled(
     if cpp_compiler() is None:
         return NO_COMPILER
     COMPILER.expect(owner)
-    with packages().alone(_key(request), HURRY if urgent else BUILD, partial(COMPILER.is_expected, owner)):
+    with packages().alone(_key(request), HURRY if urgent else BEHIND, partial(COMPILER.is_expected, owner)):
         if not COMPILER.is_expected(owner):
             return NOBODY
         return cached(request) or _built(request, write, build, owner, urgent)

@@ -25,6 +25,7 @@ from typing import Any
 from tfnb.execution.compiling.package_cache import packages
 
 START, BUILD, END = 60.0, 900.0, 10.0  # seconds: to be there, to compile one step, to be gone after a kill
+BEHIND = 3600.0  # seconds to compile what nobody waits for, on processors that steps keep busy
 BUDGET = 600.0  # seconds of a processor for one step
 IDLE = 60.0  # seconds
 LOG = "log.txt"  # what it and the compilers that it starts print
@@ -38,8 +39,10 @@ class OverBudget(Exception):
 class CompilerProcess:
     """Builds folders, one at a time, in a process of its own."""
 
-    def __init__(self, *, deadline: float = BUILD, idle: float = IDLE, budget: float = BUDGET) -> None:
-        self.deadline, self.idle, self.budget = deadline, idle, budget
+    def __init__(
+        self, *, deadline: float = BUILD, behind: float = BEHIND, idle: float = IDLE, budget: float = BUDGET
+    ) -> None:  # fmt: skip
+        self.deadline, self.behind, self.idle, self.budget = deadline, behind, idle, budget
         self._owners: weakref.WeakSet[object] = weakref.WeakSet()
         self._fresh()
         atexit.register(self.close)
@@ -76,7 +79,7 @@ class CompilerProcess:
                 if child is None:
                     return NOBODY
                 try:
-                    answer = json.loads(child.answer(message, self.deadline))
+                    answer = json.loads(child.answer(message, self.deadline if urgent else self.behind))
                 except TimeoutError as error:
                     child.kill()
                     return f"the compiler's process {error}"
