@@ -109,8 +109,9 @@ class Session:
 
     compile: ``"auto"`` compiles a step in the background once it has taken long, where that is predicted to save a
     tenth of a step, and within the steps to come (those of `fit`, else as many as were taken) more than compiling
-    costs; it keeps what then is faster, and `status` tells why nothing is compiled. ``"off"`` never compiles, ``"now"``
-    at the first run of each signature. The environment's TFNB_COMPILE stands for "auto".
+    costs; it keeps what then is faster, and `status` tells why nothing is compiled. ``"quiet"``, and ``"auto"`` on a
+    battery: only what pays within a minute. ``"off"`` never compiles, ``"now"`` at the first run of each signature. The
+    environment's TFNB_COMPILE stands for "auto".
     executor: ``"auto"`` runs a step as generated code with native loops, and one that uses queues by dataflow;
     ``"dataflow"`` overlaps the iterations of all loops where their data allow (see ``parallel_iterations`` of
     `while_loop`); ``"parts"`` cuts a step by the tasks that its nodes ask for (`tfnb.device`), as a cluster would, and

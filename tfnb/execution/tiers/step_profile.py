@@ -17,10 +17,9 @@ from torch.utils.flop_counter import flop_registry
 
 from tfnb.execution.lowering.control_flow_code import Cond, Loop, RecursiveCall
 from tfnb.execution.lowering.program import Program
-from tfnb.execution.tiers.gain import CallCost, Gain, Kind, predicted
+from tfnb.execution.tiers.gain import SLOW, CallCost, Gain, Kind, predicted
 from tfnb.execution.tiers.native.exportable import obstacles
 from tfnb.execution.tracing.live_memory import tensors
-from tfnb.execution.tracing.probes import Probe, ProbedCode
 from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import overload
 from tfnb.kernels.optim import SGD_PRODUCT
@@ -28,41 +27,43 @@ from tfnb.kernels.optim import SGD_PRODUCT
 CLOCK = 4e-7  # seconds of reading the clock, which are no part of a call
 PRODUCTS = frozenset({SGD_PRODUCT})  # updates that multiply matrices
 _REGIONS = (Loop, Cond, RecursiveCall)
-SLOW: Mapping[str, float] = {"tanh": 4e-9, "exp": 1e-9, "sigmoid": 1.3e-9, "_softmax": 1e-9, "_log_softmax": 1e-9}
-"""Seconds of an element, of ops whose compiled form is slower than memory; from the same steps as the constants of
-`tfnb.execution.tiers.gain`."""
 
 
-class CallTimer(Probe):
-    """The seconds, bytes and elements of each call in one run of probed code."""
+class CallTimer(fx.Interpreter):
+    """One run of a step, call by call, with the seconds, bytes and elements of each.
 
-    __slots__ = ("code", "elements", "seconds", "since", "sizes")
+    Nothing is written for it: code with a clock around each call takes half a second to write for 3,000 calls.
+    """
 
-    def __init__(self, code: ProbedCode) -> None:
-        count = len(code.calls)
-        self.code, self.seconds, self.sizes, self.elements = code, [0.0] * count, [0] * count, [0] * count
-        self.since = time.thread_time()
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.calls: dict[fx.Node, tuple[float, int, int]] = {}
 
-    def probe(self, place: int, value: object) -> None:
-        """The call at this place is over."""
-        self.seconds[place] = max(0.0, time.thread_time() - self.since - CLOCK)
-        made = [value] if isinstance(value, torch.Tensor) else [*tensors(value)]
-        self.sizes[place], self.elements[place] = sum(x.nbytes for x in made), sum(x.numel() for x in made)
-        self.since = time.thread_time()
+    def run_node(self, n: fx.Node) -> Any:
+        """The value of a node."""
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        start = time.thread_time()
+        value = self.call_function(n.target, args, kwargs)  # type: ignore[arg-type]
+        seconds = max(0.0, time.thread_time() - start - CLOCK)
+        made = tensors(value)
+        self.calls[n] = seconds, sum(x.nbytes for x in made), sum(x.numel() for x in made)
+        return value
 
 
 class StepProfile:
     """The calls of a step, timed while steps run: each has the least seconds of all turns."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self._code = program, ProbedCode.of(program)
+        self.program = program
         self.turns: list[CallTimer] = []
         self.commits: list[float] = []  # seconds of the commits of the same steps
 
     def forward(self, *args: object) -> Sequence[Any]:
         """Computes a step as ``program.forward`` does, with a clock around each call."""
-        timer = CallTimer(self._code)
-        outs = self._code.forward(timer, *args)
+        timer = CallTimer(self.program.module)
+        outs: Sequence[Any] = timer.run(*args)
         self.turns.append(timer)
         return outs
 
@@ -79,22 +80,24 @@ class StepProfile:
 
     def calls(self, args: Sequence[Any]) -> list[CallCost]:
         """The calls, for arguments as in a run."""
-        code, program, turns = self._code, self.program, self.turns
-        inputs = program.module.graph.find_nodes(op="placeholder")
+        program, turns = self.program, self.turns
+        graph = program.module.graph
+        inputs = graph.find_nodes(op="placeholder")
         outside = {node: arg.nbytes for node, arg in zip(inputs, args, strict=True) if isinstance(arg, torch.Tensor)}
-        for node in program.module.graph.find_nodes(op="get_attr"):
+        for node in graph.find_nodes(op="get_attr"):
             outside[node] = getattr(program.module, str(node.target)).nbytes
-        place = {node: at for at, node in enumerate(code.calls)}
-        returned = {*program.module.graph.output_node().all_input_nodes}
+        place = {node: at for at, node in enumerate(turns[0].calls)}
+        returned = {*graph.output_node().all_input_nodes}
         found: list[CallCost] = []
-        for at, node in enumerate(code.calls):
+        for node in place:
             owner = program.node_of.get(node.name)
             op = "" if owner is None else owner.op
+            seconds, (_, size, elements) = min(turn.calls[node][0] for turn in turns), turns[-1].calls[node]
             found.append(CallCost(
-                kind_of(op, node, is_fit=node not in self.unfit), min(turn.seconds[at] for turn in turns),
-                turns[-1].sizes[at], tuple(place[source] for source in node.all_input_nodes if source in place),
+                kind_of(op, node, is_fit=node not in self.unfit), seconds, size,
+                tuple(place[source] for source in node.all_input_nodes if source in place),
                 sum(outside.pop(source, 0) for source in node.all_input_nodes), node in returned,
-                SLOW.get(_packet(op), 0.0), turns[-1].elements[at],
+                SLOW.get(_packet(op), 0.0), elements,
             ))  # fmt: skip
         return found
 
@@ -110,9 +113,9 @@ def kind_of(op: str, node: fx.Node, *, is_fit: bool) -> Kind:
         return "loop"
     if op.count(".") < 2:
         return "view"  # of results, and arithmetic of sizes
-    if not is_fit:
-        return "library"
     known = facts_of(op)
+    if not is_fit or known.is_random:  # draws are made before the compiled call
+        return "library"
     if known.shares_memory or known.view_or_copy:
         return "view"
     is_counted = overload(op).overloadpacket in flop_registry
