@@ -73,19 +73,44 @@ def model(name: str) -> Step:
     return graph, [loss, step], dict(zip(fed, sample, strict=True))
 
 
-def chain(op: Callable[[torch.Tensor], torch.Tensor], size: int = 1000, length: int = 8) -> Callable[[], Step]:
-    """Element-wise ops, one after the other."""
+def chain(op: Callable[..., torch.Tensor]) -> Callable[[], Step]:
+    """A million elements, by element-wise ops one after the other."""
 
     def made() -> Step:
-        data = torch.rand(size, size)
+        data = torch.rand(1000, 1000)
+        with tfnb.record() as graph:
+            x = tfnb.placeholder(data, shape=(1000, 1000))
+            y = x
+            for _ in range(8):
+                y = op(y * 0.5 - x * 0.25, x)
+        return graph, [y], {x: data}
+
+    return made
+
+
+def activations(size: int, length: int) -> Callable[[], Step]:
+    """A sum of hyperbolic tangents of tangents."""
+
+    def made() -> Step:
+        torch.manual_seed(0)
+        data = torch.randn(size, size)
         with tfnb.record() as graph:
             x = tfnb.placeholder(data, shape=(size, size))
             y = x
             for _ in range(length):
-                y = op(y * 0.5 - x * 0.25)
-        return graph, [y], {x: data}
+                y = (y * 0.9 + 0.1).tanh() - x * 0.5
+            total = y.sum()
+        return graph, [total], {x: data}
 
     return made
+
+
+def numbers() -> Step:
+    """A loop over single numbers."""
+    with tfnb.record() as graph:
+        n = tfnb.placeholder(torch.tensor(3), name="n")
+        _, x = tfnb.while_loop(lambda i, x: i < n, lambda i, x: (i + 1, x * 0.5 + 1), (0, 0.0))
+    return graph, [x], {n: torch.tensor(1000)}
 
 
 def trained(rate: Any, data: Callable[[], torch.Tensor], *layers: Callable[[], nn.Module]) -> Callable[[], Step]:
@@ -113,12 +138,12 @@ def folded(width: int, places: int = 4) -> tuple[Callable[[], nn.Module], ...]:
 
 
 OPS = {
-    "relu": torch.relu, "exp": torch.exp, "sigmoid": torch.sigmoid, "erf": torch.erf, "tanh": torch.tanh,
-    "log": lambda y: (y.abs() + 1).log(), "div": lambda y: y / (y.abs() + 1), "gelu": nn.functional.gelu,
+    "relu": lambda y, _: y.relu(), "exp": lambda y, _: y.exp(), "sigmoid": lambda y, _: y.sigmoid(),
+    "erf": lambda y, _: y.erf(), "log": lambda y, _: (y.abs() + 1).log(), "div": lambda y, x: y / (x + 1.5),
 }  # fmt: skip
 OWN: Mapping[str, Callable[[], Step]] = {
     **{f"chain of {name}": chain(op) for name, op in OPS.items()},
-    "small chain of tanh": chain(torch.tanh, 32, 30),
+    "activations": activations(1000, 12), "small activations": activations(32, 30), "loop of numbers": numbers,
     "products": trained(
         tfnb.train.SGD(1e-6), lambda: torch.randn(256, 512),
         *(layer for _ in range(6) for layer in (lambda: nn.Linear(512, 512), nn.ReLU)),

@@ -37,6 +37,7 @@ class CallTimer(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # generated code computes a step that fails again, and says where
         self.calls: dict[fx.Node, tuple[float, int, int]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
