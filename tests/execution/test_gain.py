@@ -14,6 +14,8 @@ from torch import nn
 
 import tfnb
 from tfnb.execution import lower
+from tfnb.execution.compiling.compiled_packages import PREDICTED, PROCESSOR, machine_scale
+from tfnb.execution.compiling.package_cache import packages
 from tfnb.execution.tiers import compiled_loops, gain
 from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tiers.gain import CallCost, ExpectedSteps, Gain, compile_seconds, predicted, reason, worth
@@ -94,9 +96,22 @@ def test_the_reason_says_what_is_saved_and_what_it_costs() -> None:
 
 def test_announced_steps_are_shared_by_the_sizes_of_the_feeds() -> None:
     expected = ExpectedSteps()
-    assert expected.after(7, 10) == 7
+    assert expected.after(0) == 0 and expected.after(7) == 7
     expected.announced = lambda: 1000
-    assert expected.after(7, 10) == 700 and expected.after(0, 0) == 0
+    assert expected.after(0) == 0
+    expected.taken = 10
+    assert expected.after(7) == 700 and expected.after(3) == 300
+
+
+@pytest.mark.usefixtures("own_packages")
+def test_the_cost_is_that_of_the_packages_that_were_compiled_here() -> None:
+    packages().clear()
+    for place, seconds in enumerate((30.0, 20.0, 90.0)):
+        assert machine_scale() == 1.0  # of so few
+        facts = {PROCESSOR: seconds, PREDICTED: 20.0}
+        packages().keep(f"a{place}", packages().draft(), facts)
+        packages().keep(f"b{place}", packages().draft(), {"seconds": 5.0})
+    assert machine_scale() == 1.5
 
 
 # -- the calls of a step ------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 NICE = 16  # of what nobody waits for: Linux gives it 29 parts of a busy processor to 1024 of a step, 2.8 %
-AUTOGROUP = Path("/proc/self/autogroup")  # a session has one processor share, in which alone its processes are nice
+AUTOGROUP = Path("/proc/self/autogroup")  # Linux may share processors by session first: a nice level holds within one
 LOOKED = 0.5  # seconds between two looks whether the parent is there
 
 

@@ -32,7 +32,8 @@ SLOW: Mapping[str, float] = {
     "_log_softmax": 1.0e-9, "_softmax": 1.0e-9, "div": 2e-10, "erf": 1.6e-9, "exp": 1.0e-9, "gelu": 1.6e-9,
     "gelu_backward": 2.6e-9, "log": 1.7e-9, "sigmoid": 1.3e-9, "silu": 1.3e-9, "silu_backward": 1.3e-9, "tanh": 4.0e-9,
 }  # fmt: skip
-"""Seconds that compiled code takes for an element of these ops beyond its memory; eager kernels of MKL are quicker."""
+"""Seconds that compiled code takes for an element of these ops beyond its memory, for which eager kernels are quicker.
+Measured of chains of one op; gelu, silu and softmax take what the erf, sigmoid and exp in them do."""
 
 
 class CallCost(NamedTuple):
@@ -80,15 +81,18 @@ class Gain:
 class ExpectedSteps:
     """The further steps of a program: what a caller ``announced``, else as many as were taken.
 
-    >>> ExpectedSteps().after(300, 400), ExpectedSteps(lambda: 1000).after(300, 400)
+    taken: steps with feeds of any size.
+
+    >>> ExpectedSteps(taken=400).after(300), ExpectedSteps(lambda: 1000, taken=400).after(300)
     (300, 750.0)
     """
 
     announced: Callable[[], int] | None = None
+    taken: int = 0
 
-    def after(self, taken: int, of: int) -> float:
-        """The further steps of feeds of one size, which took so many ``of`` all."""
-        return taken if self.announced is None else self.announced() * taken / max(1, of)
+    def after(self, taken: int) -> float:
+        """The further steps with feeds of one size, with which so many were taken: their share of all."""
+        return taken if self.announced is None else self.announced() * taken / max(1, self.taken)
 
 
 def predicted(calls: Sequence[CallCost], commit: float = 0.0, written: int | None = None) -> Gain:

@@ -128,11 +128,7 @@ class Tiers:
         with suppress(Unimplemented):
             self._axes = varying_axes(program) if isinstance(program, Program) else ()
         self._captures = None if mode == "off" else Captures.of(program)
-        self._expected = ExpectedSteps() if expected is None else expected
-
-    def steps_left(self, taken: int) -> float:
-        """The further steps to be expected of a choice of sizes that took so many."""
-        return self._expected.after(taken, sum(each.steps for each in {*self._sizes.values()}))
+        self._expected = expected
 
     def forward(self, shapes: tuple[torch.Size, ...]) -> Forward:
         """The function of the next step, for feeds of these shapes."""
@@ -151,14 +147,15 @@ class Tiers:
         is_single = any(shapes[place][axis] < LEAST for place, axis, _ in self._axes)
         if self._own < MOST or (is_single and self._own == MOST):  # the size one is a number of its own for torch
             self._own += 1
-            found = Sizes(self.program, self._generated, self.mode, self._captures, expects=self.steps_left)
+            found = Sizes(self.program, self._generated, self.mode, self._captures, expected=self._expected)
         elif is_single or not self._axes or self._captures is not None or device_of(self.program).type != "cpu":
             return Sizes(self.program, self._generated, "off", self._captures)
         elif self._varying is not None:
             return self._varying
         else:
-            found = Sizes(self.program, self._generated, self.mode, varies=True, expects=self.steps_left)
-            self._varying = found
+            found = self._varying = Sizes(
+                self.program, self._generated, self.mode, varies=True, expected=self._expected
+            )
         found.recall(shapes)
         return found
 
@@ -189,14 +186,14 @@ class Sizes:
 
     timed: makes the code of a step that is timed, in place of ``forward``. turns: seconds of timed steps of generated
     and of compiled code, while they take turns; of steps of about the same size together. varies: it is many sizes.
-    expects: the further steps to be expected after so many.
+    expected: the further steps of the program.
     """
 
     def __init__(
         self, program: Program, written: GeneratedCode, mode: Mode, captures: Captures | None = None, *,
-        varies: bool = False, expects: Callable[[int], float] = float,
+        varies: bool = False, expected: ExpectedSteps | None = None,
     ) -> None:  # fmt: skip
-        self._varies, self._expects = varies, expects
+        self._varies, self._expected = varies, ExpectedSteps() if expected is None else expected
         self.program, self._mode, self._captures = program, mode, captures
         self._written, self._why = written, ""  # why generated code is not captured
         self.forward: Forward = self.generated if mode == "off" else self._now if mode == "now" else self._counted
@@ -207,7 +204,7 @@ class Sizes:
         self._gain: Gain | None = None
         self._cost_ahead = 0.0  # of compiling, in seconds, as predicted for the machine of the constants
         self._is_free = False  # a package is there, and costs nothing
-        self.steps, self._asked_at = 0, 0  # steps taken; after how many it is asked whether to compile
+        self._steps, self._asked_at = 0, 0  # steps taken; after how many it is asked whether to compile
         self._device = device_of(program)
         self._clock = counter(self._device)
         self._fast: GuardedCode | None = None
@@ -260,10 +257,14 @@ class Sizes:
 
     def _counted(self, *args: object) -> Sequence[Any]:
         outs = self._clock.of(self.generated, *args)
-        self.steps += 1
-        if self._clock.total > WORTH_COMPILING and self.steps >= self._asked_at:
+        self._stepped()
+        if self._clock.total > WORTH_COMPILING and self._steps >= self._asked_at:
             self._consider(args)
         return outs
+
+    def _stepped(self) -> None:
+        self._steps += 1
+        self._expected.taken += 1
 
     def _consider(self, args: Sequence[Any]) -> None:
         """Compile where that is free or cannot be predicted; else decide, once the calls of the step are timed."""
@@ -279,7 +280,7 @@ class Sizes:
 
     def profiled(self, args: Sequence[Any], commit: float) -> None:
         """A profiled step is over: after some, decide."""
-        self.steps += 1
+        self._stepped()
         profile = self.profile
         if profile is None:  # another thread has decided
             return
@@ -293,20 +294,20 @@ class Sizes:
     def unprofiled(self) -> None:
         """A profiled step failed: go on without, and ask again later."""
         self.timed = self.profile = None
-        self.forward, self._asked_at = self._counted, 2 * self.steps
+        self.forward, self._asked_at = self._counted, 2 * self._steps
 
     def _choose(self, gain: Gain, args: Sequence[Any]) -> None:
         """Compile now, later or never."""
         self._gain, cost = gain, machine_scale() * self._cost_ahead
         within = QUIET if self._mode == "quiet" or on_battery() else math.inf
-        decision = worth(gain, cost, self._expects(self.steps), within=within)
+        decision = worth(gain, cost, self._expected.after(self._steps), within=within)
         if decision == "now":
             self.forward = self.generated
             self._begin(args)
             return
         self.code = f"generated code ({reason(gain, cost, decision, within=within)})"
         _LOG.info("not compiled: %s", self.code)
-        self._asked_at = 2 * self.steps
+        self._asked_at = 2 * self._steps
         self.forward = self._counted if decision == "later" else self.generated
 
     def _begin(self, args: Sequence[Any]) -> threading.Event:
