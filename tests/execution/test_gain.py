@@ -264,6 +264,23 @@ def test_a_profiled_step_that_fails_says_what_generated_code_says() -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("own_packages", "asked_at_once")
+def test_a_step_whose_gain_cannot_be_predicted_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Gain:
+        raise ValueError("no prediction")
+
+    submitted: list[object] = []
+    monkeypatch.setattr(tiers.WORKER, "submit", lambda *given: submitted.append(given))
+    monkeypatch.setattr(StepProfile, "gain", fails)
+    y, x, data = chain()
+    with tfnb.Session(y.graph) as session, tfnb.Session(y.graph, compile="off") as plain:
+        wanted = plain.run(y, {x: data})
+        for _ in range(tiers.PROFILED + 3):
+            assert torch.equal(session.run(y, {x: data}), wanted)
+        assert len(submitted) == 1 and "compiling in the background" in session.status()[0]
+
+
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # inductor's own
 @pytest.mark.usefixtures("own_packages", "asked_at_once")

@@ -285,11 +285,20 @@ class Sizes:
         if profile is None:  # another thread has decided
             return
         profile.commits.append(commit)
-        if len(profile.commits) >= PROFILED:
-            self.timed = self.profile = None
+        if len(profile.commits) < PROFILED:
+            return
+        self.timed = self.profile = None
+        try:
             calls = profile.calls(args)
-            self._cost_ahead = compile_seconds(calls)
-            self._choose(profile.gain(calls), args)
+            gain = profile.gain(calls)
+        except Exception as error:  # the step has committed, and is no failure
+            if from_signal_handler(error):
+                raise
+            _LOG.info("not predicted: %s", words(error))
+            self._begin(args)
+            return
+        self._cost_ahead = compile_seconds(calls)
+        self._choose(gain, args)
 
     def unprofiled(self) -> None:
         """A profiled step failed: go on without, and ask again later."""
