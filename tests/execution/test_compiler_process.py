@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tfnb.execution.compiling import compile_loop, compiled_packages, compiler_process
+from tfnb.execution.compiling import compiled_packages, compiler_process
 from tfnb.execution.compiling.compiled_packages import REQUEST, PackageFolder, cached, compiled
 from tfnb.execution.compiling.compiler_process import NOBODY, CompilerProcess, OverBudget
 from tfnb.execution.compiling.package_cache import PackageCache, packages
@@ -149,7 +149,7 @@ def test_it_is_nice_and_writes_into_its_own_folder(compiler: CompilerProcess, bu
     owner = Owner()
     assert isinstance(compiler.build(f"{builds}:private", tmp_path, owner), dict)
     text = (tmp_path / "code").read_text()
-    assert int(text.split()[0]) == min(os.nice(0) + compile_loop.NICE, 19)
+    assert int(text.split()[0]) == min(os.nice(0) + compiler_process.NICE, 19)
     group = (tmp_path / "group").read_text().split()  # a session of its own, which is nice as a whole
     assert not group or group[-1] == text.split()[0]
     assert text.count(str(packages().folder)) == 3

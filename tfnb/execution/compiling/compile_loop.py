@@ -1,7 +1,7 @@
 """The compiler's process: builds one folder after the other, as requested over a socket, and ends with its parent.
 
 ``python compile_loop.py FD PARENT IDLE``. A message is JSON: what to call, as ``module:function``, the folder to call
-it with, whether steps wait for it, and how many seconds of a processor it may take. The answer says how long that took
+it with, how nice to be, and how many seconds of a processor it may take. The answer says how long that took
 and what the function gives, or in one line why it failed. Imports nothing until it is asked.
 """
 
@@ -20,7 +20,6 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-NICE = 16  # of what nobody waits for: Linux gives it 29 parts of a busy processor to 1024 of a step, 2.8 %
 AUTOGROUP = Path("/proc/self/autogroup")  # Linux may share processors by session first: a nice level holds within one
 LOOKED = 0.5  # seconds between two looks whether the parent is there
 
@@ -34,7 +33,7 @@ def serve(pipe: Connection, idle: float, drafts: list[Path]) -> None:
     pipe.send_bytes(b"{}")
     while pipe.poll(idle):
         message = json.loads(pipe.recv_bytes())
-        be_nice(front if message["urgent"] else front + NICE)
+        be_nice(front + message["nice"])
         drafts.append(Path(message["folder"]))
         answer = built(message["build"], drafts[-1], message["budget"])
         drafts.pop()
