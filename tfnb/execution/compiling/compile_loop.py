@@ -29,11 +29,12 @@ def serve(pipe: Connection, idle: float, drafts: list[Path]) -> None:
 
     drafts: the folders that nobody needs when the parent is gone; that of a build is among them until it is answered.
     """
-    front = os.nice(0)
+    front = level = os.nice(0)
     pipe.send_bytes(b"{}")
     while pipe.poll(idle):
         message = json.loads(pipe.recv_bytes())
-        be_nice(front + message["nice"])
+        if level != (level := front + message["nice"]):
+            be_nice(level)
         drafts.append(Path(message["folder"]))
         answer = built(message["build"], drafts[-1], message["budget"])
         drafts.pop()
