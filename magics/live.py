@@ -14,7 +14,7 @@ import tfnb
 from tfnb.magics.watch import BY_TEXT
 from tfnb.widgets.curve import curves
 from tfnb.widgets.graph_widget import GraphWidget
-from tfnb.widgets.live_plot import LivePlot
+from tfnb.widgets.step_slider import StepSlider
 
 
 class LiveDrawing:
@@ -77,21 +77,21 @@ class Lives:
     def __init__(self) -> None:
         self._of: dict[Any, LiveDrawing] = {}
         self._serial = itertools.count()
-        self._plots: WeakKeyDictionary[Any, LivePlot] = WeakKeyDictionary()  # by cluster
+        self._plots: WeakKeyDictionary[Any, StepSlider] = WeakKeyDictionary()  # by cluster
 
     def follow_cluster(self, cluster: Any) -> None:
         """Show a cluster in this cell, renewed twice a second; where it was shown before the state of now stays."""
         if cluster is None:
             return
         before, now = self._plots.get(cluster), cluster.status()
-        self._plots[cluster] = LivePlot(cluster_html(now), str(now))
+        self._plots[cluster] = StepSlider(now.step, cluster_html(now), str(now))
         if before is None:
             cluster.follow(lambda status: self._renew(cluster, status))
         else:
-            before.show(cluster_html(now), str(now))
+            before.show(now.step, cluster_html(now), str(now))
 
     def _renew(self, cluster: Any, status: Any) -> None:
-        self._plots[cluster].show(cluster_html(status), str(status))
+        self._plots[cluster].show(status.step, cluster_html(status), str(status))
         busy = {row.name: row.busy for row in status.rows if row.busy is not None}
         for live in tuple(self._of.values()):
             live.glow(busy)

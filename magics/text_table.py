@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tfnb.escaping import xml
+from tfnb.widgets.escaping import xml
 
 COLUMNS = ("name", "spec", "bytes", "where", "trainable")  # of Variables
 

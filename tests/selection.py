@@ -38,6 +38,7 @@ ABOUT = {
     "command_line": "__main__ doctor demo",
     "comparing": "fitting",
     "coverage": "recording gradients",
+    "escaping": "widgets view",
     "house": "__init__",
     "layers": "__init__",
     "models": "recording gradients",

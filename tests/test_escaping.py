@@ -195,7 +195,7 @@ SHOWN_BY_OTHERS = {
     "tfnb.passes.flow.reasons.PlacedPart": "StepParts",
     "tfnb.cluster.notebook.card": "Status", "tfnb.fitting.comparing": "Comparison", "tfnb.doctor": "DoctorReport",
     "tfnb.fitting.fit_loop": "RunResult", "tfnb.fitting.background": "RunHandle", "tfnb.watching": "Watch",
-    "tfnb.magics.text_table": "Table",
+    "tfnb.magics.text_table": "Table", "tfnb.widgets.step_slider": "its caller's HTML, which tests/widgets cleans",
     **dict.fromkeys((
         "tfnb.graph.variable.Variable", "tfnb.graph.spec.Spec", "tfnb.graph.queue.Queue",
         "tfnb.session.breakpoints.BreakpointValues", "tfnb.session.session.Session",

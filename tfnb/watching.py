@@ -21,7 +21,6 @@ from torch import nn
 
 from tfnb import widgets
 from tfnb.errors import InvalidArgument, NotFound, ResourceExhausted
-from tfnb.escaping import xml
 from tfnb.graph import Graph, Variable
 from tfnb.recording import Tensor
 from tfnb.recording import graph as graph_named
@@ -30,6 +29,7 @@ from tfnb.session import Session
 from tfnb.session.structures import Fetches, graph_of, key_of, value_of
 from tfnb.state.step_groups import StepReport
 from tfnb.widgets.curve import bars, blocks, number, svg, table
+from tfnb.widgets.escaping import xml
 
 SHARE = 0.01  # of the time that looking may take, as measured; the caches that it empties come on top
 LEAST = 0.05  # seconds between two looks

@@ -1,4 +1,4 @@
-"""Live drawings and progress panels, and the script and style of pages.
+"""Live drawings and progress panels, the script and style of pages, and names that are escaped for HTML.
 
 Loads a widget library only when a class is first used, so that a page can read the files here without one.
 """
@@ -11,6 +11,7 @@ _HOME = {
     "GraphWidget": "graph_widget",
     "LivePlot": "live_plot",
     "ProgressPanel": "progress",
+    "StepSlider": "step_slider",
 }
 
 __all__ = sorted(_HOME)

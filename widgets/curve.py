@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tfnb.escaping import xml
+from tfnb.widgets.escaping import xml
 
 INK = "#5b8def"
 FONT = "font:13px Helvetica,Arial,sans-serif"

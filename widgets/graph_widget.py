@@ -19,7 +19,8 @@ Layout = Callable[[list[str]], str]
 _HERE = Path(__file__).parent
 
 
-def _text(*names: str) -> str:
+def script(*names: str) -> str:
+    """Files of this folder as one."""
     return "\n".join((_HERE / name).read_text(encoding="utf-8") for name in names)
 
 
@@ -36,8 +37,8 @@ class GraphWidget(anywidget.AnyWidget):
     the widget share both. ``glow``: how strongly the stripes of a colour (``#rrggbb``) glow, from 0 to 1.
     """
 
-    _esm = _text("markup.js", "panel.js", "drawing.js", "loop_sliders.js", "timeline.js", "graph.js")
-    _css = _text("drawing.css")
+    _esm = script("markup.js", "panel.js", "drawing.js", "loop_sliders.js", "timeline.js", "graph.js")
+    _css = script("drawing.css")
 
     picture: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
     twin = traitlets.Unicode().tag(sync=True)

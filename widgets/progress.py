@@ -14,9 +14,9 @@ import ipywidgets
 from IPython import get_ipython
 from IPython.display import display
 
-from tfnb.escaping import xml
 from tfnb.widgets import curve as chart
 from tfnb.widgets.curve import FONT, number
+from tfnb.widgets.escaping import xml
 
 Curve = Sequence[Mapping[str, float]]  # ``step`` and the metrics there
 

@@ -52,8 +52,8 @@ def python_loop(n: torch.Tensor) -> torch.Tensor:
     return i
 
 
-def counting() -> dict[str, tuple[Callable[[torch.Tensor], Any], int]]:
-    """Loops of n iterations, and how many they shall take."""
+def counting(*, is_compiled: bool = True) -> dict[str, tuple[Callable[[torch.Tensor], Any], int]]:
+    """Loops of n iterations, and how many they shall take; with compiled ones where they are wanted and can be had."""
     with tfnb.record() as graph:
         n = tfnb.placeholder(torch.tensor(3), name="n")
         (i,) = tfnb.while_loop(lambda i: i < n, lambda i: (i + 1,), (0,))
@@ -66,7 +66,7 @@ def counting() -> dict[str, tuple[Callable[[torch.Tensor], Any], int]]:
         "python": (python_loop, ITERATIONS), "native": (call(i, compile="off"), ITERATIONS),
         "frames": (call(i, compile="off", executor="dataflow"), ITERATIONS),
     }  # fmt: skip
-    if obstacle() is None:
+    if is_compiled and obstacle() is None:
         loops["compiled"] = call(i, compile="now"), COMPILED_ITERATIONS
         loops["compiled, two variables"] = call(x, compile="now"), COMPILED_ITERATIONS
     for name, (loop, _) in loops.items():

@@ -95,6 +95,26 @@ def stop(pid: int) -> None:
     assert states == {"T"}, states
 
 
+def kill(member: Any) -> None:
+    """SIGKILL to the process of a task or server of a cluster."""
+    os.kill(member.info["pid"], signal.SIGKILL)
+
+
+class KillingCallback:
+    """A callback of steps that kills the last task, or the last server, of a cluster, once, after so many steps."""
+
+    def __init__(self, cluster: Cluster, member: str, after: int = 40) -> None:
+        self._cluster, self._member, self._after = cluster, member, after
+        self.is_done = False
+
+    def on_step(self, progress: Any) -> None:
+        """Kill, if it is time."""
+        if progress.step >= self._after and not self.is_done:
+            self.is_done = True
+            engine = self._cluster._engine
+            kill((engine.tasks if self._member == "task" else engine.servers)[-1])
+
+
 def until(is_so: Callable[[], object], seconds: float = SOON) -> None:
     """Wait until it is so."""
     end = time.monotonic() + seconds

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
+from tests.cluster.conftest import KillingCallback
 from tests.cluster.test_cuts import Counters, served
 from tests.cluster.test_faults import DROPPED, Interrupter
 from tests.cluster.test_local_sgd import Each
@@ -175,19 +174,12 @@ def test_what_does_not_count_and_sparse_gradients_add_up(connect: Callable[..., 
 
 @pytest.mark.parametrize("member", ["task", "server"])
 def test_each_step_counts_once_when_a_process_is_killed(connect: Callable[..., Any], member: str) -> None:
-    counters, cluster, struck = Counters(pause=2), connect(3), list[int]()
-
-    def strike(progress: Any) -> None:
-        if progress.step >= 40 and not struck:
-            engine = cluster._engine
-            struck.append((engine.tasks if member == "task" else engine.servers)[-1].info["pid"])
-            os.kill(struck[0], signal.SIGKILL)
-
+    counters, killing = Counters(pause=2), KillingCallback(connect(3), member)
     result = tfnb.fit(
         counters.train, {counters.x: torch.ones(800)}, batch_size=4, mode=Downpour(n_fetch=3, n_push=7),
-        callbacks=[Each(strike)], timeout=240,
+        callbacks=killing, timeout=240,
     )  # fmt: skip
-    assert struck and result.steps == 200 and counters.counts() == [200, 200]
+    assert killing.is_done and result.steps == 200 and counters.counts() == [200, 200]
 
 
 def test_pushes_are_of_so_many_steps(connect: Callable[..., Any]) -> None:

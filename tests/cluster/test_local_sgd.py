@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tests.cluster.conftest import until
+from tests.cluster.conftest import KillingCallback, until
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_faults import DROPPED, Interrupter
 from tfnb.errors import InvalidArgument, Unimplemented
@@ -118,19 +116,12 @@ class Each:
 
 @pytest.mark.parametrize("member", ["task", "server"])
 def test_each_step_counts_once_when_a_process_is_killed(connect: Callable[..., Any], member: str) -> None:
-    counters, cluster, struck = Counters(pause=2), connect(3), list[int]()
-
-    def strike(progress: Any) -> None:
-        if progress.step >= 40 and not struck:
-            engine = cluster._engine
-            struck.append((engine.tasks if member == "task" else engine.servers)[-1].info["pid"])
-            os.kill(struck[0], signal.SIGKILL)
-
+    counters, killing = Counters(pause=2), KillingCallback(connect(3), member)
     result = tfnb.fit(
-        counters.train, {counters.x: torch.ones(1200)}, batch_size=6, mode=LocalSGD(7), callbacks=[Each(strike)],
+        counters.train, {counters.x: torch.ones(1200)}, batch_size=6, mode=LocalSGD(7), callbacks=killing,
         timeout=240,
     )  # fmt: skip
-    assert struck and result.steps == 200 and counters.counts() == pytest.approx([200, 200], abs=1e-9)
+    assert killing.is_done and result.steps == 200 and counters.counts() == pytest.approx([200, 200], abs=1e-9)
 
 
 @DROPPED

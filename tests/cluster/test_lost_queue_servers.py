@@ -6,13 +6,15 @@ import os
 import re
 import signal
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import tfnb
-from tests.cluster.conftest import stop
+from tests.cluster.conftest import kill, stop
 from tests.cluster.test_queues_on_servers import _waiting, fifo, until
 from tests.state.test_queues import in_thread
 from tfnb.cluster.wire.messages import GIVEN_UP
@@ -21,27 +23,32 @@ from tfnb.errors import ParameterServerLost
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting", "ignore:.* was lost")
 
 
-@pytest.mark.slow
-def test_who_waits_for_a_lost_server_is_told_which_queue_and_server(connect, monkeypatch) -> None:
-    monkeypatch.setattr("tfnb.cluster.engine.peers.MISSES", 1 << 40)  # no ping tells: the scheduler's word is enough
-    queue, full = fifo("held"), fifo("full", 1)
+def dequeuing_step(queue: Any) -> Callable[..., Any]:
+    """A run of a step on task 0 that waits for an element of the queue; the arguments are those of `Session.run`."""
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.tensor(1.0), name="x")
         with tfnb.device("/job:worker/task:0"):
             step = queue.dequeue(sample=torch.tensor(0.0)) + x
-    session = tfnb.Session(graph)
+    return partial(tfnb.Session(graph).run, step, {x: 1.0})
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_lost_server_is_told_which_queue_and_server(connect, monkeypatch) -> None:
+    monkeypatch.setattr("tfnb.cluster.engine.peers.MISSES", 1 << 40)  # no ping tells: the scheduler's word is enough
+    queue, full = fifo("held"), fifo("full", 1)
+    take = dequeuing_step(queue)
     cluster = connect(2)
     full.enqueue(1.0)
     calls: list[Any] = [
         lambda: queue.dequeue(timeout=100),
         lambda: queue.dequeue_many(2, timeout=100),
         lambda: full.enqueue(2.0, timeout=100),
-        lambda: session.run(step, {x: 1.0}, timeout=100),
+        lambda: take(timeout=100),
     ]
     threads = [in_thread(call) for call in calls]
     until(lambda: _waiting(cluster) == 4)
     for server in cluster._engine.servers:
-        os.kill(server.info["pid"], signal.SIGKILL)
+        kill(server)
     for thread, _ in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread, _ in threads)
@@ -66,13 +73,9 @@ def waiting_on_a_task(connect: Any) -> tuple[Any, threading.Thread, list[Any], A
     servers.
     """
     queue = on_server("ps:1", "held")
-    with tfnb.record() as graph:
-        x = tfnb.placeholder(torch.tensor(1.0), name="x")
-        with tfnb.device("/job:worker/task:0"):
-            step = queue.dequeue(sample=torch.tensor(0.0)) + x
-    session = tfnb.Session(graph)
+    take = dequeuing_step(queue)
     cluster = connect(2)
-    thread, found = in_thread(lambda: session.run(step, {x: 1.0}, timeout=150))
+    thread, found = in_thread(lambda: take(timeout=150))
     until(lambda: _waiting(cluster) == 1)
     return cluster, thread, found, *cluster._engine.shards
 
@@ -87,9 +90,9 @@ def test_a_step_that_is_taken_back_from_a_server_that_dies_then_is_told_of_the_l
     """The task learns at once that nobody answers there, and is not taken for one that cannot be stopped."""
     cluster, thread, found, other, home = waiting_on_a_task(connect)
     stop(home.info["pid"])
-    os.kill(other.info["pid"], signal.SIGKILL)
+    kill(other)
     until(lambda: cluster._engine._stopping)
-    os.kill(home.info["pid"], signal.SIGKILL)
+    kill(home)
     thread.join(100)
     assert told(found), found
 
@@ -103,7 +106,7 @@ def test_a_lost_server_is_told_to_who_waits_there_while_another_one_is_silent(co
     until(lambda: _waiting(cluster) == 2)
     stop(other.info["pid"])
     try:
-        os.kill(home.info["pid"], signal.SIGKILL)
+        kill(home)
         thread.join(100)
         assert told(found), found
         second.join(100)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import tfnb
+from tests.cluster.conftest import KillingCallback
 from tests.cluster.test_cuts import Counters
 from tests.cluster.test_local_sgd import BATCH, ROWS, Each, data, fitted, net, state_of
 from tfnb.errors import FailedPrecondition, InvalidArgument, Unimplemented
@@ -78,19 +77,12 @@ def test_a_rate_of_one_is_the_mean(connect: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("member", ["task", "server"])
 def test_each_step_counts_once_when_a_process_is_killed(connect: Callable[..., Any], member: str) -> None:
     """Half of each difference is taken, however often tasks meet."""
-    counters, cluster, struck = Counters(pause=2), connect(3), list[int]()
-
-    def strike(progress: Any) -> None:
-        if progress.step >= 40 and not struck:
-            engine = cluster._engine
-            struck.append((engine.tasks if member == "task" else engine.servers)[-1].info["pid"])
-            os.kill(struck[0], signal.SIGKILL)
-
+    counters, killing = Counters(pause=2), KillingCallback(connect(3), member)
     result = tfnb.fit(
         counters.train, {counters.x: torch.ones(1200)}, batch_size=6, mode=LocalSGD(7, outer=SGD(0.5)),
-        callbacks=[Each(strike)], timeout=240,
+        callbacks=killing, timeout=240,
     )  # fmt: skip
-    assert struck and result.steps == 200 and counters.counts() == pytest.approx([100, 100], abs=1e-9)
+    assert killing.is_done and result.steps == 200 and counters.counts() == pytest.approx([100, 100], abs=1e-9)
 
 
 def test_a_training_that_was_stopped_goes_on_with_the_same_bits(connect: Callable[..., Any], tmp_path: Path) -> None:

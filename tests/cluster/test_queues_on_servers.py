@@ -14,7 +14,10 @@ import torch
 
 import tfnb
 from tests.state.test_queues import in_thread
+from tfnb.cluster.notebook.queue_homes import QueueHomes
+from tfnb.cluster.queues.queues_there import QueueChannel
 from tfnb.errors import (
+    Aborted,
     DeadlineExceeded,
     InvalidArgument,
     NotFound,
@@ -336,3 +339,32 @@ def test_a_look_at_a_queue_that_goes_home_meanwhile_sees_what_it_holds(connect, 
     cluster.close()
     thread.join(30)
     assert seen == [[0.0, 1.0, 2.0]]
+
+
+def test_a_queue_is_looked_at_only_when_its_server_has_made_it(connect, monkeypatch) -> None:
+    connect(1)
+    begin = QueueChannel._begin_posting
+    monkeypatch.setattr(QueueChannel, "_begin_posting", lambda self: self.loop.call_later(0.3, begin, self))
+    tokens = tfnb.TokenQueue()
+    with tfnb.record() as graph:
+        taken = tokens.take()  # asks for a sample at once, beside the act that makes the queue
+    tokens.give(7)
+    assert [int(value) for value in tfnb.Session(graph).run(taken, timeout=60)][1] == 7
+
+
+def test_a_step_that_began_while_the_cluster_was_closed_is_to_be_run_again(connect, monkeypatch) -> None:
+    queue, cluster = fifo("numbers"), connect(1)
+    queue.enqueue_many([1.0, 2.0])
+    with tfnb.record() as graph:
+        taken = queue.dequeue()
+    session, used = tfnb.Session(graph), QueueHomes.used
+    assert session.run(taken) == 1
+
+    def late(self: Any, queues: Any) -> Any:
+        cluster.close()
+        return used(self, queues)
+
+    monkeypatch.setattr(QueueHomes, "used", late)
+    with pytest.raises(Aborted, match=r"the cluster was closed at step .* run it again"):
+        session.run(taken)
+    assert session.run(taken) == 2

@@ -26,6 +26,7 @@ from tfnb.cluster.engine.lent_windows import may_be_lent
 from tfnb.errors import DeadlineExceeded, InvalidArgument, NonFinite, WorkerLost
 
 __all__ = ["one_thread"]  # a fixture
+pytestmark = pytest.mark.filterwarnings("ignore:task.* no stage of this pipeline")  # there are five workers
 STAGES, REPLICAS = 2, 2
 
 

@@ -18,7 +18,9 @@ from tests.cluster.test_faults import Interrupter
 from tests.cluster.test_members import member_of, rows
 from tests.cluster.test_silent_servers import MODES, NAMES, call_of, starved, stopped
 from tests.cluster.test_streams import call
+from tests.over_tasks import on
 from tfnb.cluster.wire.messages import SILENCE, Ok, Refusal
+from tfnb.errors import DeadlineExceeded
 
 
 @contextmanager
@@ -176,6 +178,45 @@ def test_the_status_tells_of_a_silent_task_and_who_dies_then_is_dead(connect):
     until(lambda: cluster.tasks == ("task:0", "task:1"))
     assert member_of(cluster, "task:1").info["pid"] != old.info["pid"]
     assert any("task:1" in line and "left at step" in line for line in cluster.news(0)[1])
+
+
+def test_a_run_whose_deadline_ends_before_the_only_task_is_back_says_so_and_the_next_one_waits_for_it(connect):
+    c, cluster = Counters(), connect(1)
+    tfnb.run(c.train, {c.x: torch.ones(4)})
+    old = member_of(cluster, "task:0")
+    stop(old.info["pid"])
+    try:
+        assert not cluster._do("verify", 60, cluster._engine.peers.verify, old)
+        for _ in range(2):
+            with pytest.raises(
+                DeadlineExceeded, match=r"step 2 did not end within 1.0 s; it waited for\s+a compute task to come back"
+            ):
+                tfnb.run(c.train, {c.x: torch.ones(4)}, timeout=1.0)
+        assert "silent" in str(cluster.status())  # the loop of the cluster is free
+    finally:
+        os.kill(old.info["pid"], signal.SIGCONT)
+    tfnb.run(c.train, {c.x: torch.ones(4)}, timeout=60)
+    check_counts(c, cluster)
+
+
+def test_a_step_over_tasks_names_the_one_that_it_waited_for_until_its_deadline(connect):
+    cluster = connect(2)
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(4))
+        with on(0):
+            half = x * 0.5
+        with on(1):
+            y = half + 1
+    assert tfnb.run(y, {x: torch.ones(2)}).tolist() == [1.5, 1.5]
+    old = member_of(cluster, "task:1")
+    stop(old.info["pid"])
+    try:
+        assert not cluster._do("verify", 60, cluster._engine.peers.verify, old)
+        with pytest.raises(DeadlineExceeded, match=r"within 1.0 s; it waited for\s+task:1 to come back"):
+            tfnb.run(y, {x: torch.ones(2)}, timeout=1.0)
+    finally:
+        os.kill(old.info["pid"], signal.SIGCONT)
+    assert tfnb.run(y, {x: torch.zeros(1)}, timeout=60).tolist() == [1.0]
 
 
 def test_a_task_that_was_reset_refuses_earlier_calls_and_goes_on(connect):

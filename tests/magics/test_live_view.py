@@ -44,11 +44,12 @@ def test_both_magics_show_the_cluster_the_curves_and_a_drawing_and_a_saved_noteb
     alone, trained, other, net, last = (
         [output.data for output in cells[at].outputs if "data" in output] for at in (1, 4, 6, 7, 8)
     )
-    assert len(alone) == 1 and "Dask cluster, connected" in alone[0]["text/plain"]  # no graph was there
+    assert len(alone) == 2 and "Dask cluster, connected" in alone[0]["text/plain"]  # no graph was there
+    assert WIDGET in alone[1] and "text/html" not in alone[1]  # the slider over steps
     assert "".join(cells[5].outputs[-1]["text"]) == "32 True\n"
     for drawn, name in ((trained, "net"), (other, "other"), (net, "net"), (last, "net")):
-        card, static, live = drawn
-        assert "task:0" in card["text/html"] and WIDGET in live
+        card, slider, static, live = drawn
+        assert "task:0" in card["text/html"] and WIDGET in slider and WIDGET in live
         assert f"<b>{name}</b>" in static["text/html"] and static["text/plain"].startswith(f"{name}: ")
     card = trained[0]["text/html"]  # of the state in which the next cell opened the view
     assert "loss: " in card and "<polyline" in card and "net: watched for" in card and "step 32" in card

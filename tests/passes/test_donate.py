@@ -181,3 +181,18 @@ def test_compiled_code_has_no_donation() -> None:
     assert program.donated and not plain.donated and "_(" not in plain.code.replace("__", "")
     assert [n.name for n in plain.module.graph.nodes] == [n.name for n in program.module.graph.nodes]
     assert plain.undonated() is plain and "exp_" in program.code
+
+
+@pytest.mark.parametrize("split", ["unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes"])
+def test_pieces_whose_schema_does_not_say_that_they_are_views_are_not_overwritten(split: str) -> None:
+    """The sum may not take the memory of h, which both pieces look at."""
+    sample = torch.randn(64, 512)
+    about = {"unsafe_split": (32,), "unsafe_chunk": (2,), "unsafe_split_with_sizes": ([32, 32],)}[split]
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(sample, name="x", shape=(64, 512))
+        h = x.sin()
+        first, second = getattr(torch, split)(h, *about)
+        z, product = (h + 1).exp(), first * second
+    found = tfnb.Session(graph, compile="off").run([z, product], {x: sample})
+    wanted = (sample.sin() + 1).exp(), sample.sin()[:32] * sample.sin()[32:]
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

@@ -24,9 +24,9 @@ QUICK = [
 ]  # fmt: skip
 # Factors that are not unique, memory that is not written; what gives no values, random ones, or makes strides.
 UNCHECKED = [
-    "_linalg_det", "_linalg_slogdet", "_ctc_loss", "bernoulli", "binomial", "cauchy", "clone", "copy", "dropout",
-    "empty", "exponential", "geometric", "log_normal", "multinomial", "normal", "poisson", "rand", "resize", "set_",
-    "uniform", "_to_copy",
+    "_linalg_det", "_linalg_slogdet", "_linalg_check_errors", "_ctc_loss", "bernoulli", "binomial", "cauchy", "clone",
+    "copy", "dropout", "empty", "exponential", "geometric", "log_normal", "multinomial", "normal", "poisson", "rand",
+    "resize", "set_", "uniform", "_to_copy",
 ]  # fmt: skip
 SAMPLES, CALLS = 4, 8
 

@@ -10,6 +10,7 @@ import torch
 
 import tfnb
 from tfnb.errors import InvalidArgument
+from tfnb.train.callbacks import Callbacks
 
 
 class Told:
@@ -132,6 +133,16 @@ def test_an_error_in_a_callback_leaves_whole_steps_and_says_where() -> None:
     other, x, y, _, train = line()
     tfnb.fit(train, {x: torch.ones(8, 1), y: torch.ones(8)}, batch_size=4)
     assert torch.equal(layer.weight, other.weight)
+
+
+def test_a_coordinator_adds_its_own_note_to_an_error() -> None:
+    def broken(progress: tfnb.train.Progress) -> None:
+        raise RuntimeError("no disk")
+
+    for is_noted in (True, False):
+        with pytest.raises(RuntimeError, match="no disk") as caught:
+            Callbacks([broken], is_noted=is_noted).on_epoch(tfnb.train.Progress(2, 1, {}))
+        assert hasattr(caught.value, "__notes__") is is_noted
 
 
 def test_bad_validation_and_callbacks_are_refused_before_anything_runs() -> None:

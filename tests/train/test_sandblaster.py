@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.optim.lbfgs import _strong_wolfe
 
 import tfnb
 from tfnb.errors import FailedPrecondition, InvalidArgument, NonFinite, TfnbError
+from tfnb.fitting import minimization
 from tfnb.fitting.minimization import Minimization
 from tfnb.train import Sandblaster
 from tfnb.train.curvature_pairs import CurvaturePairs
@@ -232,6 +234,37 @@ def test_it_goes_on_from_the_parameters_of_now_and_stops_where_nothing_is_to_be_
     assert again.steps > 0
     assert again.history[0]["loss"] > 1.01 * first.history[-1]["loss"]
     assert again.history[-1]["loss"] == pytest.approx(first.history[-1]["loss"], rel=1e-6)
+
+
+def test_without_a_tolerance_a_search_goes_on_to_its_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slopes jump at the kinks, so that no point meets the conditions; the best one is evaluated once more."""
+    x = torch.tensor([[0.7], [0.2]], dtype=torch.float64)
+    y, w = torch.tensor([0.3, 0.1], dtype=torch.float64), nn.Parameter(torch.tensor([-2.0], dtype=torch.float64))
+    with tfnb.record("kinks"):
+        fed, wanted = tfnb.placeholder(x, name="x"), tfnb.placeholder(y, name="y")
+        error = (fed * w).sum(1) - wanted
+        loss = (3.7 * error.relu() + 0.9 * (-error).relu()).mean()
+    monkeypatch.setattr(minimization, "AGAIN", 0)  # evaluations that lack rows leave none to spare
+    mode = Sandblaster(tolerance_change=0.0, tolerance_grad=0.0)
+    result = tfnb.fit(loss, {fed: x, wanted: y}, mode=mode, steps=2)
+    taken = [1, *(entry["evaluations"] for entry in result.history)]
+    assert max(after - before for before, after in pairwise(taken)) == minimization.EVALUATIONS
+    assert result.steps == 2 and not result.stopped, "there was no evaluation for the last step"
+    assert w.item() == pytest.approx(3 / 7)
+
+
+def test_errors_say_the_iteration_and_the_callback_that_raised_them() -> None:
+    def broken(progress: tfnb.train.Progress) -> None:
+        if progress.step == 2:
+            raise RuntimeError("no disk")
+
+    with pytest.raises(RuntimeError, match="no disk") as caught:
+        fitted(net, entropy, Sandblaster(), 5, callbacks=broken)
+    where = "the Parameters are those of iteration 2 of Sandblaster"
+    assert caught.value.__notes__ == ["in a callback of fit after step 2; variables are at step 2", where]
+    with pytest.raises(NonFinite) as failed:
+        fitted(net, _infinite, Sandblaster(), 5)
+    assert failed.value.__notes__ == [where.replace("2", "0")]
 
 
 @pytest.mark.parametrize("moves", [9, 10])

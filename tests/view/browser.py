@@ -23,6 +23,29 @@ QUIET = (  # nothing of its own is asked of the network
 )  # fmt: skip
 
 
+# A page with two places for views of a widget. % its style, and JSON of its script and state.
+MODEL = """
+<style>%s</style><div id="one"></div><div id="two"></div>
+<script type="application/json" id="data">%s</script>
+<script type="module">
+window.model = {  // what anywidget gives a module; what it sends waits until the test's Python answers
+  state: JSON.parse(document.getElementById("data").textContent).state, heard: {}, sent: [], saved: 0,
+  get(name) { return this.state[name]; },
+  set(name, value) { this.state[name] = value; this.emit(`change:${name}`); },
+  save_changes() { this.saved += 1; },
+  on(kind, call) { (this.heard[kind] ||= []).push(call); },
+  off(kind, call) { this.heard[kind] = (this.heard[kind] || []).filter((each) => each !== call); },
+  emit(kind, ...args) { for (const call of this.heard[kind] || []) call(...args); },
+  send(message) { this.sent.push(message); },
+};
+const esm = JSON.parse(document.getElementById("data").textContent).esm;
+const module = await import(URL.createObjectURL(new Blob([esm], { type: "text/javascript" })));
+window.view = (place) => module.default.render({ model: window.model, el: document.getElementById(place) });
+window.cleanup = view("one");
+window.ready = true;
+</script>"""
+
+
 def unpacked(text: str) -> Any:
     """What a page unpacks."""
     return json.loads(zlib.decompress(base64.b64decode(text)))

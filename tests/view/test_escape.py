@@ -10,11 +10,11 @@ import torch
 
 from tests.graph.build import Builder
 from tests.view.browser import unpacked
-from tfnb.escaping import shorten, visible, xml
 from tfnb.graph import Graph, Ref, SourceLine, Spec, Variable
 from tfnb.view import graph_dot, graph_html, graph_svg, tensor_html, text_tree, variable_html
 from tfnb.view.escape import packed
 from tfnb.view.layout import layout
+from tfnb.widgets.escaping import shorten, visible, xml
 
 NASTY = [
     "<script>alert(1)</script>", "</script><script>alert(1)</script>", "</svg><img src=x onerror=alert(1)>",

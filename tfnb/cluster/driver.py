@@ -245,7 +245,7 @@ class Cluster:
             notes += (f"{dead} of {len(engine.places)} compute tasks are lost; the others go on",)
         notes += tuple(engine.lines)[-SHOWN:]
         rows = self._overview.rows(self._variables.held)
-        return Status(f"Dask cluster, {state}", facts, rows, notes, details, self.curve)
+        return Status(f"Dask cluster, {state}", facts, rows, notes, details, self.curve, engine.step)
 
     def follow(self, tell: Callable[[Status], object]) -> None:
         """Call ``tell`` with the status twice a second in another thread, and a last time when the cluster is closed or

@@ -14,12 +14,12 @@ from threading import Thread
 from typing import Any
 
 from tfnb.errors import DeadlineExceeded
-from tfnb.escaping import xml
 from tfnb.fitting.fit_loop import RunResult, fit
 from tfnb.session.structures import Fetches, graph_of
 from tfnb.train.batches import Data
 from tfnb.train.callbacks import Progress, listed
 from tfnb.widgets.curve import number
+from tfnb.widgets.escaping import xml
 
 STOPPED = "stopped by its handle"
 _LAST = 10.0  # seconds that the end of the process waits for a step

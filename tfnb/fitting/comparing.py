@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from tfnb.errors import InvalidArgument
-from tfnb.escaping import xml
 from tfnb.fitting.fit_loop import fit
 from tfnb.fitting.fit_options import watched_by
 from tfnb.graph.variable_locks import LOCKS
@@ -30,6 +29,7 @@ from tfnb.state.input_sources import Source
 from tfnb.train.batches import Data
 from tfnb.train.callbacks import Progress, listed
 from tfnb.widgets.curve import bands, number
+from tfnb.widgets.escaping import xml
 
 POINTS = 40  # of a curve with its band
 WARM = 4  # steps of each way before the clocks start

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import is_not
@@ -24,13 +24,13 @@ from tfnb.cluster.engine.members import Mode
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.recovery import Recovery, RecoveryBudget
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, SchedulerLost, ShapeError, TfnbError
-from tfnb.escaping import xml
 from tfnb.execution.tiers.gain import ExpectedSteps
 from tfnb.fitting.checkpoints import Checkpoints, saver_of
 from tfnb.fitting.fit_display import front
 from tfnb.fitting.fit_options import (
     begin,
     division_of,
+    ensure_limits,
     exact_of,
     known_keys,
     look_at_means,
@@ -58,6 +58,7 @@ from tfnb.train.modes import TaskMode
 from tfnb.train.sandblaster import Sandblaster
 from tfnb.train.saver import Saver
 from tfnb.widgets.curve import number, svg
+from tfnb.widgets.escaping import xml
 
 Taken = Generator[StepReport, None, None]
 
@@ -65,6 +66,11 @@ STANDS = StepReport((), ())  # tells that everything stands still
 SHOWN_EVERY = 0.1  # seconds
 NAMED = '; with check="nan" fit stops at the first such step and names the op and line'
 _PLAIN = "generated code"  # needs no word
+MINIMIZING = ("feeds", "steps", "batch_size", "watch", "callbacks", "timeout", "progress_after")  # with Sandblaster
+NOT_MINIMIZING = (
+    "epochs", "validation", "backup", "staleness", "resume", "check", "exact", "microbatches", "schedule", "replicas",
+    "checkpoint", "restarts", "memory_budget", "allow_plain_collectives",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,121 +130,48 @@ def fit(
     checkpoint_every: float = 30.0, restarts: int = 5, timeout: float | None = None,
     progress_after: float = 2.0, memory_budget: int | str | None = None, allow_plain_collectives: bool = False,
 ) -> RunResult:  # fmt: skip
-    """Run ``fetch`` once for each batch of ``data``.
+    """Run ``fetch`` once for each batch of ``data``. The page `notebooks/training.md` tells more of each argument.
 
-    fetch: usually what ``minimize`` gave. data: ``{placeholder: array}`` with rows on axis 0, or an iterable of feed
-    dicts, or of other items such as those of a DataLoader: ``feeds=(x, y)`` says what the parts of a tuple are fed to,
-    ``feeds={"image": x}`` those of a dict. The ``len`` of an iterable may raise, as that of a DataLoader over an
-    IterableDataset does: progress then has no total. A `tfnb.Source` stands behind the batch of the last step that
-    counts, which `Session.save` keeps, however much was drawn ahead; with asynchronous tasks a step after a gap does
-    not count.
-    An array is of torch, NumPy or pandas (float64 for a float32 placeholder is rounded batch by batch, with one note),
-    or a Dask array, bag, dataframe or column of one: its chunks are computed and kept
-    on the workers of a connected cluster, whose tasks read them there; without a cluster, up to 4 GiB are computed
-    here. epochs: passes over the data. steps: so many steps in all instead. batch_size: rows of a step over all tasks
-    (32). shuffle, seed: another order in each epoch, the same in each call. watch: scalars to follow, or a dict of
-    names; by default the scalars among the fetches, ``()`` for none.
+    fetch: the training step, usually what ``minimize`` gave.
+    data: ``{placeholder: array}`` with rows on axis 0 (torch, NumPy, pandas, Dask), a queue, or an iterable of batches.
+    feeds: for the items of an iterable: ``(x, y)`` is fed by the parts of a tuple, ``{"image": x}`` by those of a dict.
+    epochs: passes over the data.
+    steps: so many steps in all, instead of ``epochs``.
+    batch_size: rows of a step over all tasks, 32 by default.
+    shuffle, seed: another order of the rows in each epoch; the same seed, the same orders.
+    watch: scalars to follow, or a dict of names; by default the scalars among the fetches, ``()`` for none.
+    validation: data over which the watched values are computed after each epoch, for the history: ``val_...``.
+    callbacks: functions of a `tfnb.train.Progress` after each epoch, or objects with ``on_step`` or ``on_epoch``.
+    mode: how the tasks of a connected cluster work together, below.
+    backup: so many tasks are spare in mode ``"sync"``: no step waits for the slowest.
+    staleness: so many steps at most is a task ahead of the slowest one in mode ``"bounded"``.
+    resume: True goes on with the training that ended early here, a path with that of the file, or folder of files.
+    check: ``"nan"`` stops at a step that would write NaN or infinite numbers, and names the op and line.
+    exact: True: tasks take the step of one machine for any loss; None: for one that is no mean; False: for none.
+    microbatches: so many ranges of rows does a step take one after the other; ``"auto"`` for a ``memory_budget``.
+    schedule: of mode ``"pipeline"``: ``"1f1b"`` holds few activations, ``"gpipe"`` those of all microbatches.
+    replicas: so many copies of a pipeline share the microbatches of a step.
+    checkpoint: a folder, its fsspec URL, or a `tfnb.train.Saver`, where the training is saved meanwhile and at its end.
+    checkpoint_every: seconds.
+    restarts: so often in ten minutes a training goes on by itself after a parameter server was lost.
+    timeout: seconds for all of it.
+    progress_after: seconds until progress is shown.
+    memory_budget: bytes that a step may hold here, a number or text such as ``"2GB"``.
+    allow_plain_collectives: gloo may sum, without encryption, on a cluster with TLS.
 
-    validation: data in one of the forms of ``data``. After each epoch the watched values are computed over it, without
-    updates; their means by rows stand in the history as ``val_...``. The tasks of a cluster stand still meanwhile.
-    callbacks: functions that are called with a `tfnb.train.Progress` after each epoch, or objects with ``on_step`` or
-    ``on_epoch``, such as `tfnb.train.EarlyStopping`. They may end the training: ``progress.stop()``. The tasks of a
-    cluster tell their steps in groups, up to half a second late (stages that are servers, ``connect(ps="stages")``, a
-    second), and what they have begun by then still counts. Between
-    epochs they wait for what is called then in modes ``"sync"`` and ``"allreduce"``, so that a learning rate that it
-    sets holds from the first step of the next epoch; in other modes, without validation data, an epoch is over when a
-    step of the next one is told, and the rate holds from the first step that begins after that. An error in one ends
-    the training between two steps.
+    Modes (without a cluster all but Sandblaster are one loop in this process); another call may have another one:
 
-    microbatches: each step divides its rows into so many consecutive ranges of nearly equal length (fewer where there
-    are fewer rows, or where some would have fewer than the recording relies on, such as the one row that batch norm
-    refuses), does one after the other, and updates once, so that it holds what one of them needs. Gradients are
-    added up weighted by rows, or by what the loss divides by, as the tasks of a cluster with as many of them do it in
-    mode ``"sync"``, with the same random numbers; a loss that is a mean or a sum over rows, or over what counts of
-    them, trains as with the whole batch, and ``exact`` says whether one that is none is looked for. Watched numbers are
-    weighted likewise, whole numbers are sums, maxima and minima, ``any`` and ``all`` those of all rows; one that this
-    does not make right for rows that are looked at is told. Running statistics of batch norm move once for each
-    microbatch, in order. On a cluster in mode ``"pipeline"`` alone. ``"auto"``, with a ``memory_budget``: the whole
-    step if that keeps the budget, else in packs of layers with as many microbatches as keep it and are predicted
-    quickest; the result tells how many, ``memory``.
-
-    checkpoint: a folder, its fsspec URL, or a `tfnb.train.Saver`, which says what is kept (without one the newest
-    five). Every ``checkpoint_every`` seconds, and where the training ends, is stopped or interrupted, all that
-    `Session.save` writes is copied between two steps, and written by another thread. A file that cannot be written, as
-    on a full disk, is a warning; it is tried again, less and less often. The end waits for the last file; Ctrl-C gives
-    it up. What the folder holds must be of this training: ``resume=folder`` goes on from there.
-
-    resume: True goes on with the training of this graph that was interrupted, failed or was stopped (one that lost its
-    cluster with its last checkpoint, where that is newer than the values here), a path with the
-    one that `Session.save` wrote there, which is restored first, and a folder of checkpoints with its newest one (a
-    damaged one is an error that names the one before): the same call with the same data takes the steps that
-    are left, with the batches that it would have taken. Arrays begin there at once; of other data that can be iterated
-    again the batches before are drawn and dropped; a `tfnb.Source` and an iterator go on where they are. Steps and
-    epochs in the history count on. It may go on here or on a cluster, wherever it was stopped; but where asynchronous
-    tasks had applied steps out of order there is nothing to go on with.
-
-    check: with ``"nan"`` each step is looked at, as `tfnb.run` does it: one that would give or write NaN or
-    infinite numbers raises NonFinite, which names the op and line that made the first of them, and the Variables stay
-    as they were before it. On a cluster the task whose rows these are says so; where asynchronous tasks write
-    Variables on several servers, another server may have written its part of that step already.
-
-    timeout, progress_after: seconds; the second says when progress begins to be shown. memory_budget: of the steps of
-    this training, in bytes or text such as ``"2GB"``, as `Session` takes it, with microbatches in packs of layers (of a
-    model made in `tfnb.mapped_memory` the process holds no more, validation included); not on a cluster.
-
-    restarts: how often within ten minutes training on a cluster goes on by itself after a parameter server was lost; 0
-    raises ParameterServerLost at once. Compute tasks hold copies of all values, on another host than the server where
-    there is one, renewed every two seconds, less often where that takes more than a twentieth of the time. The
-    notebook has a copy, too, for the loss of a server together with a task that held its values, or of the scheduler:
-    renewed every two seconds, less often where that takes more than half a percent of a processor's time or one percent
-    of the training's (of 50 MB about every ten seconds); four times as much while it is the only one, as with queues on
-    servers, with a single worker or in mode ``"allreduce"``. Tasks and servers begin anew from the newest copy on the
-    workers that are there, and all later steps are taken again. Each step counts once, in the values and in
-    ``history``; a callback of steps hears of one that is taken again with ``progress.again``. What steps of `tfnb.run`
-    wrote since the copy is gone; the block that is printed, and `tfnb.recovery_log`, say how many. Queues are copied,
-    too: one that was on the lost server holds what it held, with what this process put and took since the copy, but
-    without what steps of `tfnb.run` did to it. Where what was taken here followed from one of those steps, nobody knows
-    what the queue held: training stops then.
-
-    How the tasks of a connected cluster work together (here every mode is the same loop): ``mode="sync"`` divides the
-    rows of a step over them and averages their gradients, by rows or by what the loss of each part divides by. That
-    equals the run here for a loss that is a mean or a sum over rows, or a mean over what counts of them: targets that
-    are not ignored, a mask, class or sample weights, a boolean index. exact: None looks at the structure of the loss,
-    compares both on at most 64 rows before the first of these trainings of a recording, and warns of a loss that is
-    none of these, such as a maximum, or terms with different divisors, with the line: it is trained as with True. False
-    averages without a look. True is exact for any loss, and for batch norm: the tasks sum or gather in mid-step what
-    depends on all rows, and the notebook takes one step after the other; each has the values of one machine, but for
-    the order of sums.
-    What else a step writes, such as the running statistics of batch norm or the rows that ``max_norm`` scales, is what
-    the first task made of its rows. ``backup`` of the tasks are spare: they compute copies of the parts of a step, of
-    which the first one counts, so that no step waits for the slowest tasks; each row counts once, and dropped copies
-    are counted in the cluster's status. `tfnb.train.SyncReplicas` has more options of this.
-    ``"async"``: each task takes steps of its own, one after the other; of Dask data whole chunks are shuffled, and rows
-    within them, and a task takes those of its own worker first. ``"bounded"``: likewise, but a task begins a
-    step only while it is at most ``staleness`` steps ahead of the slowest one. ``"allreduce"``: as ``"sync"``, but each
-    task, a rank, holds all Variables and the state of the optimizer, sums gradients with the others by gloo, without
-    the servers, and makes the same update; a learning rate that a callback sets holds from the next piece of steps,
-    half a second, on. It goes on with the ranks that are left, or join. Its sums are not encrypted: a cluster
-    with TLS takes it with ``allow_plain_collectives=True`` only. `tfnb.train.LocalSGD`: ranks that take steps on their
-    own, and average their Variables after so many. `tfnb.train.Downpour`: asynchronous tasks that push sums of
-    gradients, and fetch Parameters, after so many steps. ``"pipeline"``: the nodes of a step that ask for a
-    task, `tfnb.device`, are a stage there; values go from stage to stage for one of the ``microbatches`` after the
-    other, and the Variables have the bits of the same call in this process. schedule: ``"1f1b"``, where stage s of S
-    works on S - s microbatches at a time, the least of them first, and holds the activations of no more; ``"gpipe"``
-    does all of them forward, then backward, and holds all. replicas: so many copies of a pipeline of S stages work side
-    by side, on ``replicas * S`` tasks: replica j does stage s at task ``j * S + s``, for the microbatches j,
-    j + replicas, j + 2 * replicas ... of each batch. Gradients are added up over all of them and one update is made, at
-    the servers, or with ``connect(ps="stages")`` at the tasks of the first replica. That is the step of one pipeline
-    over as many microbatches, with the same random numbers, but for the order in which gradients are added; what
-    microbatches write themselves, such as running statistics of batch norm, is what those of the first replica make of
-    it. The same call in this process has the same bits. Another call may have another mode: it goes on with the
-    variables and the state of the optimizer as they are. In the midst of a training a callback changes it:
-    ``progress.change("async")``.
-
-    `tfnb.train.Sandblaster`: minimize a loss over all rows by L-BFGS, whose vectors lie on the servers. ``fetch`` is
-    the loss itself, a step is an iteration (20 unless ``steps`` says otherwise), which callbacks are called after, and
-    ``batch_size`` the rows of a portion (256). Of the other options it takes ``feeds``, ``watch``, ``timeout`` and
-    ``progress_after``.
+    ``"sync"``: tasks divide the rows of a step, and their gradients are averaged: the step of one machine for a loss
+    that is a mean or a sum over rows, or over those that count (``exact`` for another loss).
+    ``"async"``: each task takes steps of its own. ``"bounded"``: likewise, at most ``staleness`` steps ahead.
+    ``"allreduce"``: as ``"sync"``, but tasks hold all Variables, and sum gradients among themselves.
+    ``"pipeline"``: tasks that nodes ask for, by `tfnb.device`, are stages, and work on different ``microbatches``.
+    `tfnb.train.SyncReplicas`: ``"sync"`` with spare tasks in other ways.
+    `tfnb.train.LocalSGD`: tasks take steps on copies of the Variables, and average these after so many.
+    `tfnb.train.Downpour`: ``"async"`` that pushes sums of gradients, and fetches Parameters, after so many steps.
+    `tfnb.train.Sandblaster`: L-BFGS over all rows. ``fetch`` is the loss itself, ``steps`` iterations (20), and
+    ``batch_size`` the rows of a portion (256); it takes ``feeds``, ``watch``, ``callbacks``, ``timeout`` and
+    ``progress_after`` besides.
 
     Raises InvalidArgument or ShapeError for data that does not fit, before anything runs; DeadlineExceeded after
     ``timeout``; KeyboardInterrupt when interrupted. Variables are then at a whole number of steps.
@@ -255,26 +188,13 @@ def fit(
     """
     __tracebackhide__ = True
     if isinstance(mode, Sandblaster):
-        refused = {
-            "epochs": (epochs, 1), "validation": (validation, None), "backup": (backup, 0),
-            "staleness": (staleness, None), "resume": (resume, False), "check": (check, None), "exact": (exact, None),
-            "microbatches": (microbatches, None), "schedule": (schedule, None), "replicas": (replicas, 1),
-            "checkpoint": (checkpoint, None), "restarts": (restarts, 5), "memory_budget": (memory_budget, None),
-            "allow_plain_collectives": (allow_plain_collectives, False),
-        }  # fmt: skip
-        return minimized(
-            fit, fetch, data, mode, refused, feeds=feeds, steps=steps, batch_size=batch_size, watch=watch,
-            callbacks=callbacks, timeout=timeout, progress_after=progress_after,
-        )  # fmt: skip
+        given, defaults = locals(), fit.__kwdefaults__ or {}
+        refused = {name: (given[name], defaults[name]) for name in NOT_MINIMIZING}
+        return minimized(fit, fetch, data, mode, refused, **{name: given[name] for name in MINIMIZING})
     options = backup, staleness, allow_plain_collectives, schedule, replicas
-    how = mode if isinstance(mode, Mode) else mode_of(mode, *options)  # the first of a coordinator
+    how = mode if isinstance(mode, Mode) else mode_of(mode, *options)  # a coordinator says its Mode itself
     exact, saver = exact_of(exact, how, microbatches), saver_of(checkpoint, checkpoint_every)
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
-        raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
-    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
-        raise InvalidArgument(f"restarts is how often a lost server is replaced, an int of at least 0: {restarts!r}")
-    if isinstance(progress_after, bool) or not isinstance(progress_after, int | float) or not progress_after >= 0:
-        raise InvalidArgument(f"progress_after is in seconds, 0 or more, not {progress_after!r}")
+    ensure_limits(timeout, restarts, progress_after)
     session = default_session(graph_of(fetch))
     limited = session.limited(memory_budget)
     user_code_ran()
@@ -286,40 +206,23 @@ def fit(
     if session.cluster is not None:
         data = session.cluster.in_chunks(data, timeout)
     checked = _validation(session, validation, feeds, names, watched, division)
-    if isinstance(data, TensorQueue):
-        session.reads(data)
-        data = QueueElements(data)
+    data = _elements_of(data, session)
     start = begin(session, resume)
-    reads = data if isinstance(data, Source) else None
-    if reads is not None and not isinstance(reads, QueueElements):
-        session.reads(reads)
+    reads = _source_of(data, session)
     source = batches(
         data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed, feeds=feeds, begin=start
     )
     shown = front(None if how.is_coordinated else source.total, session.graph.name)
     checkpoints = Checkpoints(session, saver, checkpoint_every, callbacks, start)
     run = _Run(
-        Metrics(names), shown, timeout, session, Callbacks(checkpoints.callbacks), checked, start, reads, how,
-        progress_after, checkpoints, RecoveryBudget(Restarts(most=restarts)),
+        Metrics(names), shown, timeout, session, Callbacks(checkpoints.callbacks, is_noted=not how.is_coordinated),
+        checked, start, reads, how, progress_after, checkpoints, RecoveryBudget(Restarts(most=restarts)),
     )  # fmt: skip
-    if session.cluster is None:
-        taken = _here(session, fetch, watched, source, run, check, division, exact=exact)
-    else:
-
-        def there(watched: tuple[Any, ...]) -> Taken:
-            waits = validation is not None or (run.callbacks.follow_epochs and (how.is_joint or how.is_coordinated))
-            return _there(session, fetch, watched, source, run, check, division, by_pass=waits, exact=exact)
-
-        looks = session.graph.attached.get("watch")  # of `tfnb.watch`
-        taken = there(watched) if looks is None else looks.followed(watched, there)
+    waits = validation is not None or (run.callbacks.follow_epochs and (how.is_joint or how.is_coordinated))
+    taken = _taken(_FitSteps(session, fetch, watched, source, check, division, exact), run, waits)
     try:
-        with limited, _interrupts(run), closing(_by_epoch(taken, run)) as taken:
-            for told in taken:
-                run.stepped(told)
-                if run.why_over is not None:
-                    taken.close()  # tasks end what they have begun
-                    break
-            return run.finished(steps, type(data).__name__)
+        with limited, _interrupts(run):
+            return _trained(taken, run, steps, type(data).__name__)
     except KeyboardInterrupt:
         stopped = run.stopped()
     except BaseException as error:
@@ -331,16 +234,80 @@ def fit(
     raise KeyboardInterrupt(stopped)
 
 
+def _elements_of(data: Data, session: Session) -> Data:
+    """The data, or the elements of a queue; the session keeps their position."""
+    if not isinstance(data, TensorQueue):
+        return data
+    session.reads(data)
+    return QueueElements(data)
+
+
+def _source_of(data: Data, session: Session) -> Source | None:
+    """The data if it is a Source; the session keeps the position of a Source."""
+    if not isinstance(data, Source):
+        return None
+    if not isinstance(data, QueueElements):
+        session.reads(data)
+    return data
+
+
 # -- the loop -------------------------------------------------------------------------------------------------------
 
 
-def _here(
-    session: Session, fetch: Fetches, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None,
-    division: Division, *, exact: bool | None,
-) -> Taken:  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class _FitSteps:
+    """The steps of one training: the fetched and the watched values, batches, and how a step is computed."""
+
+    session: Session
+    fetch: Fetches
+    watched: tuple[Any, ...]
+    source: Batches
+    check: str | None
+    division: Division
+    exact: bool | None
+
+    @property
+    def fetches(self) -> tuple[Fetches, tuple[Any, ...]]:
+        """Fetches of a step; in microbatches only operations, since other values have no mean."""
+        fetch = self.fetch if self.division.is_whole else operations_of(self.fetch, self.session)
+        return fetch, self.watched
+
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether a loss that is no mean over the rows of microbatches is looked for."""
+        return not self.division.is_whole and self.exact is not False
+
+
+def _taken(asked: _FitSteps, run: _Run, waits: bool) -> Taken:
+    """The steps of a training: taken here, or by the tasks of the connected cluster.
+
+    waits: whether tasks stand still after each epoch.
+    """
+    if asked.session.cluster is None:
+        return _here(asked, run)
+
+    def there(watched: tuple[Any, ...]) -> Taken:
+        return _there(replace(asked, watched=watched), run, by_pass=waits)
+
+    looks = asked.session.graph.attached.get("watch")  # of `tfnb.watch`
+    return there(asked.watched) if looks is None else looks.followed(asked.watched, there)
+
+
+def _trained(taken: Taken, run: _Run, steps: int | None, data: str) -> RunResult:
+    """Take the steps, until the last one or the end by a callback: the result. data: the name of its type."""
+    __tracebackhide__ = True
+    with closing(_by_epoch(taken, run)) as reports:
+        for told in reports:
+            run.stepped(told)
+            if run.why_over is not None:
+                reports.close()  # tasks end what they have begun
+                break
+        return run.finished(steps, data)
+
+
+def _here(asked: _FitSteps, run: _Run) -> Taken:
     """Steps taken in this process, with a standstill after each epoch."""
-    if not division.is_whole:
-        fetch = operations_of(fetch, session)
+    session, source, division, fetches = asked.session, asked.source, asked.division, asked.fetches
     keys: tuple[Any, ...] = ()
     call: Callable[..., Any] | None = None
     epoch, largest = 1, 0
@@ -351,13 +318,13 @@ def _here(
         if call is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
             known_keys(session, batch.keys, named=not source.is_ours)
             keys = batch.keys
-            call = session.make_callable((fetch, watched), keys, check=check, microbatches=division)
-            if not division.is_whole and exact is not False:
-                look_at_means(session, (fetch, watched), keys, batch.values, division)
+            call = session.make_callable(fetches, keys, check=asked.check, microbatches=division)
+            if asked.is_looked_at:
+                look_at_means(session, fetches, keys, batch.values, division)
             if division.is_whole and source.total is not None:
-                run.announce(session.expected((fetch, watched), keys), source.total)
-            written = next(iter(session.written((fetch, watched), keys)), None)
-            run.code = partial(session.code, (fetch, watched), keys, microbatches=division)
+                run.announce(session.expected(fetches, keys), source.total)
+            written = next(iter(session.written(fetches, keys)), None)
+            run.code = partial(session.code, fetches, keys, microbatches=division)
         run.steps.begins(batch.position, written)
         values = call(*batch.values)[1]
         if batch.rows > largest:
@@ -387,30 +354,24 @@ def _by_epoch(taken: Taken, run: _Run) -> Taken:
         run.epoch_over(epoch)
 
 
-def _there(
-    session: Session, fetch: Fetches, watched: tuple[Any, ...], source: Batches, run: _Run, check: str | None,
-    division: Division, *, by_pass: bool, exact: bool | None,
-) -> Taken:  # fmt: skip
+def _there(asked: _FitSteps, run: _Run, *, by_pass: bool) -> Taken:
     """Steps that the connected cluster takes, in groups; by_pass: its tasks stand still after each epoch."""
-    options: dict[str, Any] = {"mode": run.mode, "changes": run.change, "timeout": run.left, "check": check}
-    options |= {"exact": exact, "budget": run.budget, "division": division}
-    is_looked_at = not division.is_whole and exact is not False
-    if not division.is_whole:
-        fetch = operations_of(fetch, session)
-    if source.rows is not None and source.total is not None:
-        options["by_pass"] = by_pass
-        if is_looked_at and source.total:
-            heads = session.cluster.heads(source.rows)
-            look_at_means(session, (fetch, watched), source.keys, heads, division)
-        yield from _of_arrays(session, (fetch, watched), source.keys, source.rows, source.total, run, options)
-        return
-    each = _awaited(source.each, run)
+    options: dict[str, Any] = {"mode": run.mode, "changes": run.change, "timeout": run.left, "check": asked.check}
+    options |= {"exact": asked.exact, "budget": run.budget, "division": asked.division}
+    if asked.source.rows is not None and asked.source.total is not None:
+        return _of_arrays(asked, asked.source.rows, asked.source.total, run, options | {"by_pass": by_pass})
+    return _of_batches(asked, run, options, by_pass=by_pass)
+
+
+def _of_batches(asked: _FitSteps, run: _Run, options: Mapping[str, Any], *, by_pass: bool) -> Taken:
+    """Reports for batches that are drawn here."""
+    each, session, fetches = _awaited(asked.source.each, run), asked.session, asked.fetches
     first = next(each, None)
     if first is None:
         return
     known_keys(session, first.keys, named=True)
-    if is_looked_at:
-        look_at_means(session, (fetch, watched), first.keys, first.values, division)
+    if asked.is_looked_at:
+        look_at_means(session, fetches, first.keys, first.values, asked.division)
     run.steps.begins()
     begun: dict[int, Batch] = {}  # by number, without its values, until a copy of the Variables has seen its step
 
@@ -430,7 +391,7 @@ def _there(
             begun[run.steps.drawn(batch.position)] = batch._replace(values=())
             yield batch.values
 
-    with closing(session.train((fetch, watched), first.keys, rows(), **options)) as groups:
+    with closing(session.train(fetches, first.keys, rows(), **options)) as groups:
         for group in groups:
             if group.kept is not None:
                 run.heed(group, lambda number: (begun[number].epoch, begun[number].rows))
@@ -444,11 +405,11 @@ def _there(
                 yield _told([batch.epoch for batch in done], [batch.rows for batch in done], group)
 
 
-def _of_arrays(
-    session: Session, fetches: Fetches, keys: tuple[Any, ...], rows: Arrays, total: int, run: _Run,
-    options: Mapping[str, Any],
-) -> Taken:  # fmt: skip
-    """Reports for arrays, from which tasks take their rows themselves."""
+def _of_arrays(asked: _FitSteps, rows: Arrays, total: int, run: _Run, options: Mapping[str, Any]) -> Taken:
+    """Reports for arrays; tasks take their rows from these themselves."""
+    session, fetches, keys = asked.session, asked.fetches, asked.source.keys
+    if asked.is_looked_at and total:
+        look_at_means(session, fetches, keys, session.cluster.heads(rows), asked.division)
     each, begun = rows.order.per_pass if options["by_pass"] else total, run.step
     run.steps.numbered_from(begun)
     run.steps.begins(min(each - begun % each, total - begun))
@@ -695,7 +656,7 @@ class _Run:
 
     @property
     def memory(self) -> str:
-        """What of a memory budget is kept, and how; empty without one."""
+        """The plan that keeps the memory budget, as text; empty without a budget."""
         return "" if self.plan is None else str(self.plan)
 
     def _say_who_came(self) -> None:
@@ -756,7 +717,7 @@ class _Run:
         if isinstance(error, ParameterServerLost | SchedulerLost):
             error.message += self._goes_on() if is_kept and not self.mode.is_coordinated else ""
         self._finish(f"failed after step {self.step}: {type(error).__name__}")
-        if self.steps.is_inside:
+        if self.steps.is_inside and not self.mode.is_coordinated:  # steps of a coordinator are portions
             error.add_note(f"in step {self.step + 1} of fit; variables are at step {self.steps.applied.steps}")
             if isinstance(error, TfnbError) and error.step is None:
                 error.step = self.step + 1

@@ -157,6 +157,16 @@ def exact_of(exact: object, mode: Mode, microbatches: object) -> bool | None:
     return exact  # type: ignore[return-value]
 
 
+def ensure_limits(timeout: object, restarts: object, progress_after: object) -> None:
+    """Raise InvalidArgument for a number of seconds, or of restarts, that is none."""
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
+        raise InvalidArgument(f"timeout is in seconds, more than 0, not {timeout!r}")
+    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+        raise InvalidArgument(f"restarts is how often a lost server is replaced, an int of at least 0: {restarts!r}")
+    if isinstance(progress_after, bool) or not isinstance(progress_after, int | float) or not progress_after >= 0:
+        raise InvalidArgument(f"progress_after is in seconds, 0 or more, not {progress_after!r}")
+
+
 def division_of(microbatches: object, session: Session, mode: Mode) -> Division:
     """Into how many microbatches a step is divided; raises InvalidArgument, or Unimplemented with a cluster."""
     if microbatches is None and mode.is_pipeline:

@@ -40,6 +40,7 @@ from tfnb.train.sandblaster import Sandblaster
 ITERATIONS = 20  # unless `fit` is given steps
 ROWS = 256  # of a portion, unless it is given a batch size
 AGAIN = 3  # evaluations that lack rows before it is an error
+EVALUATIONS = 1 + MOST + 1  # of an iteration: its first step, the steps of a search, and the best one once more
 LOOKED_AT = 64  # rows
 _ONLY = "mode=Sandblaster(...) minimizes a loss over all rows"
 
@@ -124,7 +125,7 @@ class Minimization:
             raise InvalidArgument(f"steps is a number of iterations, an int of at least 1, not {self.iterations!r}")
         self.number = self.evaluations = 0
         self.history: list[dict[str, Any]] = []
-        self.most = 1 + AGAIN + self.iterations * (MOST + 1)  # evaluations
+        self.most = 1 + AGAIN + self.iterations * EVALUATIONS
         self._rows: float | None = None  # of an evaluation
         self._stamp, self._step, self._missed = 0, 0.0, 0
         self._lost: ParameterServerLost | None = None

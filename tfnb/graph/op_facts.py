@@ -34,7 +34,9 @@ _SAID: Mapping[str, frozenset[str]] = {fact: frozenset(names.split()) for fact, 
     # composites of which the parts say nothing more
     "undivided": "aten.detach.default aten._local_scalar_dense.default",
     # the result may be the memory of the first operand, which the schema does not say
-    "unsaid_alias": "aten._unsafe_view aten._reshape_alias aten.lift aten.pin_memory",
+    "unsaid_alias": """
+        aten._unsafe_view aten._reshape_alias aten.lift aten.pin_memory aten.unsafe_split aten.unsafe_split_with_sizes
+    """,
     # a view of all that lies in a piece of memory, each element once
     "whole_view": """
         aten.view.default aten._unsafe_view aten._reshape_alias aten.t aten.transpose.int aten.permute aten.alias
@@ -44,6 +46,8 @@ _SAID: Mapping[str, frozenset[str]] = {fact: frozenset(names.split()) for fact, 
     "view_or_copy": """
         aten.reshape aten.reshape_as aten.contiguous aten.ravel aten.flatten.using_ints
     """,
+    # a copy of the first operand
+    "copies": "aten.clone",
     # writes of which autograd knows no formula: the path of gradients through what they write stays as it was
     "without_path": "aten.logical_and_ aten.logical_not_ aten.logical_or_ aten.logical_xor_",
     # takes the shape of its input, and no values
@@ -149,6 +153,7 @@ class Facts:
     writes: tuple[str, ...] = ()  # names of arguments written in place
     returns_written: tuple[str | None, ...] = ()  # per return: the written argument it is, or None
     is_view: bool = False
+    is_view_copy: bool = False
     is_random: bool = False
     is_reshaping: bool = False  # changes the shape of what it writes, not its values
     decomposes: bool = False
@@ -170,6 +175,11 @@ class Facts:
     def shares_memory(self) -> bool:
         """Whether the result may be the memory of an operand."""
         return self.is_view or "unsaid_alias" in self.said
+
+    @property
+    def keeps_elements(self) -> bool:
+        """Whether the result is a view of the first operand, or a copy of one. Conjugates and other dtypes count."""
+        return self.shares_memory or self.is_view_copy or self.view_or_copy or self.copies
 
 
 @cache
@@ -194,6 +204,7 @@ def facts(op: Op) -> Facts:
         writes=tuple(is_written),
         returns_written=tuple(written(r) for r in schema.returns),
         is_view=is_view and not is_written,
+        is_view_copy=torch.Tag.view_copy in op.tags,
         is_reshaping=torch.Tag.inplace_view in op.tags,
         # kept whole only where it draws no dropout: see tfnb.recording.overrides.recurrent_cells
         is_random=torch.Tag.nondeterministic_seeded in op.tags and "whole" not in said,

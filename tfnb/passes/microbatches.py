@@ -12,7 +12,7 @@ graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -254,85 +254,160 @@ class _Loop:
     def made(self) -> Microbatches:
         """Build the step."""
         ways, weights = self._ways()
-        carried = [value for value, way in ways.items() if MERGES[way].carried]
-        stacked = [value for value, way in ways.items() if not MERGES[way].carried]
         guards = [Value(n.id) for n in self.state.nodes.values() if n.op == "tfnb.guard" and n.id in self.varying]
         found = dict.fromkeys(weight for weight in weights.values() if isinstance(weight.total, Value))
         sums = [_TotalInLoop(weight) for weight in found]
         inner = self._needed([*self.borders, *self.moved.values(), *guards, *(each.total for each in sums)])
-        build = _Build(self)
+        build = _Build(self, ways, weights, sums)
         shapes, shares = build.fed_more()
-        moved_reads = {
-            node.id: node.attrs["variable"] for node in self.state.nodes.values()
-            if node.op == "tfnb.read" and node.attrs["variable"] in self.moved
-        }  # fmt: skip
+        body = _Body(self, ways, weights, sums, inner)
+        part = body.made()
+        return build.step_of(part, body.captured, shapes, shares, inner)
 
-        # inputs of the body: carried values, rows, captures
-        same: dict[Value, Value] = {}
-        body: list[Node] = []
-        inputs: list[Value] = []
+    @cached_property
+    def last_assigns(self) -> dict[Variable, Node]:
+        """The last assignment of each Variable that the step writes."""
+        return {node.attrs["variable"]: node for node in self.step.graph.nodes if node.op == "tfnb.assign"}
 
-        def given(name: str, spec: Spec) -> Value:
-            node = Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(spec,))
-            body.append(node)
-            inputs.append(Value(node.id))
-            return inputs[-1]
+    @cached_property
+    def symbols(self) -> set[str]:
+        """Names of all sizes in the recorded graph."""
+        return {symbol for node in self.by_id.values() for spec in node.outputs for symbol in _symbols(spec.shape)}
 
-        variables = list(self.moved)
-        states = [given(variable.name, variable.spec) for variable in variables]
-        for node_id, variable in moved_reads.items():
-            same[Value(node_id)] = states[variables.index(variable)]
-        wide = [_wide(self._spec(value)) for value in carried]
-        totals = [given(f"total.{self.by_id[v.node].name}", spec) for v, spec in zip(carried, wide, strict=True)]
-        for each in sums:
-            each.before = given("weights", _SHARE), given("weights.seen", _SHARE)
-        share = given("share", _SHARE)  # the first of the rows: each stage counts microbatches by the shares
-        for value in self.step.feeds:
-            if value in self.rows:
-                same[value] = given(self.by_id[value.node].name, self._spec(value))
-        bound = {s for v in inputs for s in _symbols(body[inputs.index(v)].outputs[0].shape)}
-        taken = [v for node in inner.values() for v in node.inputs]
-        taken += [v for v in (*self.borders, *self.moved.values())]
-        captured = dict.fromkeys(v for v in taken if v not in same and v.node not in inner)
-        sizes = {
-            s for node in inner.values() for s in (*node.symbols, *(s for o in node.outputs for s in _symbols(o.shape)))
-        }
-        shown = feed_symbols(self.step.whole.contents, self.step.feeds)
-        bound |= {s for v in captured for s in _symbols(self._spec(v).shape)}
-        captured |= {shown[s][0]: None for s in sizes if s not in bound and s in shown and shown[s][0] not in same}
+
+@dataclass
+class _Merging:
+    """How the values of microbatches become those of the batch.
+
+    ways: the merge of each border value. weights: of means that are not weighted by rows. sums: the totals of these
+    weights, which the loop carries.
+    """
+
+    loop: _Loop
+    ways: Mapping[Value, str]
+    weights: Mapping[Value, Weight]
+    sums: Sequence[_TotalInLoop]
+
+    @property
+    def variables(self) -> list[Variable]:
+        """Variables that each microbatch writes."""
+        return list(self.loop.moved)
+
+    @property
+    def carried(self) -> list[Value]:
+        """Values of which the loop carries a sum or an extreme."""
+        return [value for value, way in self.ways.items() if MERGES[way].carried]
+
+    @property
+    def stacked(self) -> list[Value]:
+        """Values that the loop gives for each microbatch."""
+        return [value for value, way in self.ways.items() if not MERGES[way].carried]
+
+    @property
+    def wide(self) -> list[Spec]:
+        """Specs of the carried values."""
+        return [_wide(self.loop._spec(value)) for value in self.carried]
+
+
+@dataclass
+class _Body(_Merging):
+    """The body of the loop in the making: the nodes that a microbatch runs.
+
+    same: for values of the step, the inputs of the body that stand for them. captured: values that lie before the loop.
+    """
+
+    inner: dict[int, Node]
+    nodes: list[Node] = field(default_factory=list)
+    inputs: list[Value] = field(default_factory=list)
+    same: dict[Value, Value] = field(default_factory=dict)
+    captured: dict[Value, None] = field(default_factory=dict)
+    ids: dict[int, int] = field(default_factory=dict)  # of nodes in the body, by those in the step
+
+    def made(self) -> Subgraph:
+        """The body: its inputs are moved Variables, totals, a share of the rows, the rows, and captured values."""
+        loop = self.loop
+        self._take_variables()
+        totals = [
+            self._given(f"total.{loop.by_id[value.node].name}", spec)
+            for value, spec in zip(self.carried, self.wide, strict=True)
+        ]
+        for each in self.sums:
+            each.before = self._given("weights", _SHARE), self._given("weights.seen", _SHARE)
+        share = self._given("share", _SHARE)  # the first of the rows: each stage counts microbatches by the shares
+        for value in loop.step.feeds:
+            if value in loop.rows:
+                self._take(value)
+        self._capture()
+        # nodes that are done behind the loop as well get ids of their own
+        self.ids = {i: new_id() if i in loop.behind else i for i in self.inner}
+        self._compute()
+        outputs = self._outputs(totals, share)
+        return Subgraph(Contents(tuple(distinct(self.nodes))), tuple(self.inputs), tuple(outputs))
+
+    def _given(self, name: str, spec: Spec) -> Value:
+        """Another input."""
+        node = Node(id=new_id(), name=name, op="tfnb.placeholder", outputs=(spec,))
+        self.nodes.append(node)
+        self.inputs.append(Value(node.id))
+        return self.inputs[-1]
+
+    def _take(self, value: Value) -> None:
+        self.same[value] = self._given(self.loop.by_id[value.node].name, self.loop._spec(value))
+
+    def _take_variables(self) -> None:
+        """Inputs for the moved Variables, in place of their reads."""
+        states = {variable: self._given(variable.name, variable.spec) for variable in self.loop.moved}
+        for node in self.loop.state.nodes.values():
+            if node.op == "tfnb.read" and node.attrs["variable"] in states:
+                self.same[Value(node.id)] = states[node.attrs["variable"]]
+
+    def _capture(self) -> None:
+        """Inputs for what lies before the loop: values that nodes take, and feeds that show a size that is used."""
+        loop, nodes = self.loop, self.inner.values()
+        specs = [node.outputs[0] for node in self.nodes]  # of the inputs so far
+        taken = [v for node in nodes for v in node.inputs]
+        taken += [*loop.borders, *loop.moved.values()]
+        captured = dict.fromkeys(v for v in taken if v not in self.same and v.node not in self.inner)
+        sizes = {s for node in nodes for s in (*node.symbols, *(s for o in node.outputs for s in _symbols(o.shape)))}
+        bound = {s for spec in (*specs, *map(loop._spec, captured)) for s in _symbols(spec.shape)}
+        shown = feed_symbols(loop.step.whole.contents, loop.step.feeds)
+        captured |= {shown[s][0]: None for s in sizes if s not in bound and s in shown and shown[s][0] not in self.same}
         for value in captured:
-            same[value] = given(self.by_id[value.node].name, self._spec(value))
+            self._take(value)
+        self.captured = captured
 
-        # nodes of the body; those that are done behind the loop as well get ids of their own
-        ids = {i: new_id() if i in self.behind else i for i in inner}
-        for node in inner.values():
-            control = tuple(ids[i] for i in node.control if i in ids)
-            ins = tuple(same.get(v) or Value(ids[v.node], v.index) for v in node.inputs)
-            body.append(replace(node, id=ids[node.id], inputs=ins, control=control, effects=()))
+    def _compute(self) -> None:
+        """The nodes of a microbatch."""
+        for node in self.inner.values():
+            control = tuple(self.ids[i] for i in node.control if i in self.ids)
+            inputs = tuple(map(self._of, node.inputs))
+            self.nodes.append(replace(node, id=self.ids[node.id], inputs=inputs, control=control, effects=()))
 
-        def of(value: Value) -> Value:
-            return same.get(value) or Value(ids[value.node], value.index)
+    def _of(self, value: Value) -> Value:
+        """The body's value for one of the step."""
+        return self.same.get(value) or Value(self.ids[value.node], value.index)
 
-        outputs = [of(value) for value in self.moved.values()]
-        for each in sums:
-            body += each.inside(of(each.total))
-        by_weight = {each.weight: each for each in sums}
-        for value, total, spec in zip(carried, totals, wide, strict=True):
-            by = by_weight.get(weights.get(value, ROWS))
-            body.append(_adding(ways[value], total, of(value), share, by, spec))
-            outputs.append(body[-1].value())
-        outputs += [value for each in sums for value in each.after]
-        for value in stacked:
-            by = by_weight.get(weights.get(value, ROWS))
-            if ways[value] != "rows" or weights.get(value) == SUM:
-                outputs.append(of(value))
+    def _outputs(self, totals: Sequence[Value], share: Value) -> list[Value]:
+        """Values of moved Variables, carried values, totals of weights, and stacked values after a microbatch."""
+        outputs = [self._of(value) for value in self.loop.moved.values()]
+        for each in self.sums:
+            self.nodes += each.inside(self._of(each.total))
+        by_weight = {each.weight: each for each in self.sums}
+        for value, total, spec in zip(self.carried, totals, self.wide, strict=True):
+            by = by_weight.get(self.weights.get(value, ROWS))
+            self.nodes.append(_adding(self.ways[value], total, self._of(value), share, by, spec))
+            outputs.append(self.nodes[-1].value())
+        outputs += [value for each in self.sums for value in each.after]
+        for value in self.stacked:
+            if self.ways[value] != "rows" or self.weights.get(value) == SUM:
+                outputs.append(self._of(value))
                 continue
-            inputs_of = of(value), share if by is None else by.own
-            made = op_node("weighted", "tfnb.times_weight.default", inputs_of, self._spec(value), value=0, weight=1)
-            body.append(replace(made, tags=GRADIENT))
-            outputs.append(made.value())
-        part = Subgraph(Contents(tuple(distinct(body))), tuple(inputs), tuple(outputs))
-        return build.step_of(part, variables, ways, captured, shapes, shares, inner, weights, sums)
+            by = by_weight.get(self.weights.get(value, ROWS))
+            inputs = self._of(value), share if by is None else by.own
+            node = op_node("weighted", "tfnb.times_weight.default", inputs, self.loop._spec(value), value=0, weight=1)
+            self.nodes.append(replace(node, tags=GRADIENT))
+            outputs.append(node.value())
+        return outputs
 
 
 def _adding(way: str, total: Value, value: Value, share: Value, weight: _TotalInLoop | None, spec: Spec) -> Node:
@@ -395,17 +470,16 @@ class _TotalInLoop:
 
 
 @dataclass
-class _Build:
+class _Build(_Merging):
     """The graph around the loop."""
 
-    loop: _Loop
     front: list[Node] = field(default_factory=list)  # placeholders
     inside: list[Node] = field(default_factory=list)  # between those that the loop takes and those behind it
 
     def fed_more(self) -> tuple[dict[Value, Value], Value]:
         """Placeholders of the shapes of microbatches, by feed, and of their shares."""
         loop, shapes = self.loop, dict[Value, Value]()
-        count = Dim(unique("M", {s for n in loop.by_id.values() for o in n.outputs for s in _symbols(o.shape)}))
+        count = Dim(unique("M", loop.symbols))
         for value in loop.step.feeds:
             if value in loop.rows:
                 spec = Spec(torch.int64, (count, len(loop._spec(value).shape)))
@@ -417,94 +491,106 @@ class _Build:
         return Value(self.front[-1].id)
 
     def step_of(
-        self, body: Subgraph, variables: Sequence[Variable], ways: Mapping[Value, str],
-        captured: Iterable[Value], shapes: dict[Value, Value], shares: Value, inner: dict[int, Node],
-        weights: Mapping[Value, Weight], sums: Sequence[_TotalInLoop],
+        self, body: Subgraph, captured: Collection[Value], shapes: dict[Value, Value], shares: Value,
+        inner: Mapping[int, Node],
     ) -> Microbatches:  # fmt: skip
         """The step around this body."""
-        loop, made = self.loop, self.inside
-        step, state = loop.step, loop.state
+        loop, step, state = self.loop, self.loop.step, self.loop.state
         before = self._before(captured)
-        carried = [value for value, way in ways.items() if MERGES[way].carried]
-        stacked = [value for value, way in ways.items() if not MERGES[way].carried]
-        begins = [(_wide(loop._spec(value)), ways[value]) for value in carried] + 2 * len(sums) * [(_SHARE, "sum")]
-        reads, zeros, flat = self._reads(variables), self._zeros(begins), self._flat(shapes)
+        whole = self._whole(body, captured, shapes, shares, before, inner)
+        same = self._after(whole)
+        behind = [*self._behind(whole, before, same)]
+        new = {v: whole.value(i) for i, v in enumerate(self.variables)}
+        new |= {v: same.get(x, x) for v, x in state.final.items() if v not in new}
+        assigns, group = self._writes(new, whole)
+        early = [replace(node, effects=()) for node in state.nodes.values() if node.id in before]
+        nodes = (*self._fed(), *self.front, *early, *self.inside, *behind, *assigns, group)
+        graph = step.whole.derive(Contents(tuple(distinct(nodes)), step.graph.contents.guards))
+        fetches = tuple(self._fetch(value, same, new, group) for value in step.fetches)
+        feeds = (*step.feeds, *(shapes[v] for v in step.feeds if v in loop.rows), shares)
+        moved = tuple(v for v in self.variables if v.held is None or not v.held.is_of_batch_norm())
+        pruned = prune(graph, fetches, feeds, [group.id])  # whatever is fetched, all of it is written
+        return Microbatches(StepGraph(graph, pruned, fetches, feeds), loop.divided, moved, whole.id, self._results())
+
+    def _whole(
+        self, body: Subgraph, captured: Collection[Value], shapes: dict[Value, Value], shares: Value,
+        before: Collection[int], inner: Mapping[int, Node],
+    ) -> Node:  # fmt: skip
+        """The node of the loop."""
+        loop = self.loop
+        begins = [(spec, self.ways[value]) for value, spec in zip(self.carried, self.wide, strict=True)]
+        begins += 2 * len(self.sums) * [(_SHARE, "sum")]
+        init = (*self._reads(), *self._zeros(begins))
         inputs: list[Value] = []
 
         def ref(value: Value) -> Ref:
             inputs.append(value)
             return Ref(len(inputs) - 1)
 
+        flat = self._flat(shapes)
         attrs: dict[str, Any] = {
-            "init": tuple(map(ref, (*reads, *zeros))),
+            "init": tuple(map(ref, init)),
             "xs": (ref(shares), *((ref(a), ref(b)) for a, b in flat)),
             "captures": tuple(map(ref, captured)),
             "limit": None, "cond": None, "body": body,
-            "rows": tuple(len(loop._spec(v).shape) for v in stacked),
+            "rows": tuple(len(loop._spec(v).shape) for v in self.stacked),
             "reverse": False, "back_prop": False, "parallel_iterations": loop.most, "recompute": False,
             "swap_memory": None, "replicas": (0, 1), **({"schedule": loop.schedule} if loop.schedule else {}),
         }  # fmt: skip
-        wide = [_wide(loop._spec(v)) for v in carried]
-        outs = [*(v.spec for v in variables), *wide, *[_SHARE] * (2 * len(sums)), Spec(torch.int64, ())]
-        known = {s for n in loop.by_id.values() for o in n.outputs for s in _symbols(o.shape)}
-        rows: list[tuple[Spec, Spec]] = []
-        for value in stacked:
-            spec = loop._spec(value)
+        control = tuple(dict.fromkeys(i for n in inner.values() for i in n.control if i in before))
+        found = Node(id=new_id(), name="microbatches", op=WHILE, inputs=tuple(inputs), outputs=self._specs(),
+                     attrs=attrs, control=control)  # fmt: skip
+        self.inside.append(found)
+        return found
+
+    def _specs(self) -> tuple[Spec, ...]:
+        """Specs of the loop's outputs."""
+        outs = [*(v.spec for v in self.variables), *self.wide, *[_SHARE] * (2 * len(self.sums)), Spec(torch.int64, ())]
+        known = set(self.loop.symbols)
+        for value in self.stacked:
+            spec = self.loop._spec(value)
             n, k = Dim(unique("E", known)), Dim(unique("M", known))
             known |= {n.expr, k.expr}
-            rows.append((Spec(spec.dtype, (n,), spec.device), Spec(torch.int64, (k, len(spec.shape)))))
-            outs += rows[-1]
-        control = tuple(dict.fromkeys(i for n in inner.values() for i in n.control if i in before))
-        last = {n.attrs["variable"]: n for n in step.graph.nodes if n.op == "tfnb.assign"}
-        written = tuple(node.id for node in last.values())
-        whole_loop = Node(id=new_id(), name="microbatches", op=WHILE, inputs=tuple(inputs), outputs=tuple(outs),
-                          attrs=attrs, control=control)  # fmt: skip
-        made.append(whole_loop)
-        first = len(variables) + len(carried)
-        means = {each.weight: each.behind(whole_loop, first + 2 * at) for at, each in enumerate(sums)}
-        made += [node for _, _, nodes in means.values() for node in nodes]
-        by = {value: means[weight][:2] for value, weight in weights.items() if weight in means}
-        same = self._means(whole_loop, carried, len(variables), by)
-        same |= self._entries(whole_loop, stacked, first + 2 * len(sums) + 1, known, by)
-        behind = self._behind(whole_loop, before, same)
-        new = {v: whole_loop.value(i) for i, v in enumerate(variables)}
-        new |= {v: same.get(x, x) for v, x in state.final.items() if v not in new}
-        assigns = [replace(last[v], inputs=(new[v],), control=(), effects=()) for v in state.final]
+            outs += Spec(spec.dtype, (n,), spec.device), Spec(torch.int64, (k, len(spec.shape)))
+        return tuple(outs)
+
+    def _after(self, whole: Node) -> dict[Value, Value]:
+        """For each border value, its value behind the loop."""
+        first = len(self.variables) + len(self.carried)
+        means = {each.weight: each.behind(whole, first + 2 * at) for at, each in enumerate(self.sums)}
+        self.inside += [node for _, _, nodes in means.values() for node in nodes]
+        by = {value: means[weight][:2] for value, weight in self.weights.items() if weight in means}
+        return self._means(whole, by) | self._entries(whole, first + 2 * len(self.sums) + 1, by)
+
+    def _writes(self, new: Mapping[Variable, Value], whole: Node) -> tuple[list[Node], Node]:
+        """The assignments of new values, and the operation that waits for them and for the last microbatch."""
+        last, final = self.loop.last_assigns, self.loop.state.final
+        assigns = [replace(last[variable], inputs=(new[variable],), control=(), effects=()) for variable in final]
         done = tuple(Value(node.id) for node in assigns)
-        group = Node(id=new_id(), name="microbatches.apply", op="tfnb.group",
-                     inputs=(*done, whole_loop.value(len(reads) + len(zeros))),
+        count = len(self.variables) + len(self.carried) + 2 * len(self.sums)
+        group = Node(id=new_id(), name="microbatches.apply", op="tfnb.group", inputs=(*done, whole.value(count)),
                      attrs={"values": tuple(map(Ref, range(len(done) + 1)))})  # fmt: skip
-        early = [node for node in state.nodes.values() if node.id in before]
-        nodes = (*self._fed(), *self.front, *(replace(n, effects=()) for n in early), *made, *behind, *assigns, group)
-        graph = step.whole.derive(Contents(tuple(distinct(nodes)), step.graph.contents.guards))
+        return assigns, group
 
-        def fetch(value: Value) -> Value:
-            if not loop.by_id[value.node].outputs:
-                return group.value()
-            if value.node in written:
-                return value
-            value = state.resolved(value)
-            moved = next((v for v, x in state.final.items() if x == value and v in loop.moved), None)
-            return same.get(value, value) if moved is None or value in same else new[moved]
+    def _fetch(self, value: Value, same: Mapping[Value, Value], new: Mapping[Variable, Value], group: Node) -> Value:
+        """The value of the new step that stands for a fetched one."""
+        loop, node = self.loop, self.loop.by_id[value.node]
+        if not node.outputs:
+            return group.value()
+        if any(node.id == assign.id for assign in loop.last_assigns.values()):
+            return value
+        value = loop.state.resolved(value)
+        moved = next((v for v, x in loop.state.final.items() if x == value and v in loop.moved), None)
+        return same.get(value, value) if moved is None or value in same else new[moved]
 
-        fetches = tuple(map(fetch, step.fetches))
-        feeds = (*step.feeds, *(shapes[v] for v in step.feeds if v in loop.rows), shares)
-        moved = tuple(v for v in variables if v.held is None or not v.held.is_of_batch_norm())
-        pruned = prune(graph, fetches, feeds, [group.id])  # whatever is fetched, all of it is written
-        results = self._results(ways, weights, sums, len(variables))
-        return Microbatches(StepGraph(graph, pruned, fetches, feeds), loop.divided, moved, whole_loop.id, results)
-
-    def _results(
-        self, ways: Mapping[Value, str], weights: Mapping[Value, Weight], sums: Sequence[_TotalInLoop], moved: int
-    ) -> tuple[LoopResult, ...]:
+    def _results(self) -> tuple[LoopResult, ...]:
         """The outputs of the loop: moved Variables, carried values, totals of weights, a count, and stacked values."""
-        carried = [value for value, way in ways.items() if MERGES[way].carried]
-        first = moved + len(carried)
-        seen = {each.weight: first + 2 * at + 1 for at, each in enumerate(sums)}
-        found = [LoopResult("first")] * moved
-        found += [LoopResult(ways[value], seen.get(weights.get(value, ROWS))) for value in carried]
-        found += [LoopResult("sum")] * (2 * len(sums)) + [LoopResult("first")]
-        return (*found, *[LoopResult("entries")] * (2 * (len(ways) - len(carried))))
+        first = len(self.variables) + len(self.carried)
+        seen = {each.weight: first + 2 * at + 1 for at, each in enumerate(self.sums)}
+        found = [LoopResult("first")] * len(self.variables)
+        found += [LoopResult(self.ways[value], seen.get(self.weights.get(value, ROWS))) for value in self.carried]
+        found += [LoopResult("sum")] * (2 * len(self.sums)) + [LoopResult("first")]
+        return (*found, *[LoopResult("entries")] * (2 * len(self.stacked)))
 
     def _fed(self) -> Iterator[Node]:
         """Placeholders of the step's feeds."""
@@ -527,10 +613,10 @@ class _Build:
             stack.extend((*node.inputs, *map(Value, node.control)))
         return found
 
-    def _reads(self, variables: Iterable[Variable]) -> list[Value]:
+    def _reads(self) -> list[Value]:
         """Values of the moved Variables before the first microbatch."""
         found, nodes = [], self.loop.step.graph.nodes
-        for variable in variables:
+        for variable in self.variables:
             read = next((n for n in nodes if n.op == "tfnb.read" and n.attrs["variable"] is variable), None)
             node = Node(id=new_id(), name=f"{variable.name}.before", op="tfnb.read", outputs=(variable.spec,),
                         attrs={"variable": variable}, device=None if read is None else read.device)  # fmt: skip
@@ -552,7 +638,7 @@ class _Build:
     def _flat(self, shapes: Mapping[Value, Value]) -> list[tuple[Value, Value]]:
         """The elements of each divided feed, and the shapes of its microbatches."""
         found = []
-        size = Dim(unique("E", {s for n in self.loop.by_id.values() for o in n.outputs for s in _symbols(o.shape)}))
+        size = Dim(unique("E", self.loop.symbols))
         for value, shape in shapes.items():
             spec = self.loop._spec(value)
             node = op_node(
@@ -570,12 +656,10 @@ class _Build:
         self.inside.append(node)
         return node.value()
 
-    def _means(
-        self, whole: Node, carried: Sequence[Value], first: int, by: Mapping[Value, tuple[Value, Value]]
-    ) -> dict[Value, Value]:  # fmt: skip
+    def _means(self, whole: Node, by: Mapping[Value, tuple[Value, Value]]) -> dict[Value, Value]:
         """The value of each carried sum behind the loop, in the dtype of the original value."""
         same: dict[Value, Value] = {}
-        for index, value in enumerate(carried, first):
+        for index, value in enumerate(self.carried, len(self.variables)):
             spec = self.loop._spec(value)
             same[value] = self._over(whole.value(index), whole.outputs[index], by.get(value))
             if whole.outputs[index].dtype is not spec.dtype:
@@ -584,14 +668,12 @@ class _Build:
                 same[value] = node.value()
         return same
 
-    def _entries(
-        self, whole: Node, stacked: Sequence[Value], first: int, known: set[str],
-        by: Mapping[Value, tuple[Value, Value]],
-    ) -> dict[Value, Value]:  # fmt: skip
+    def _entries(self, whole: Node, first: int, by: Mapping[Value, tuple[Value, Value]]) -> dict[Value, Value]:
         """The entries of row-sparse gradients, concatenated over all microbatches."""
+        known = self.loop.symbols.union(*(_symbols(spec.shape) for spec in whole.outputs[first:]))
         same: dict[Value, Value] = {}
         counts: dict[int, Dim] = {}  # by node that gives both the rows and their numbers
-        for place, value in enumerate(stacked):
+        for place, value in enumerate(self.stacked):
             spec = self.loop._spec(value)
             if any(isinstance(size, Dim) for size in spec.shape[1:]):
                 name = self.loop.by_id[value.node].name

@@ -11,6 +11,7 @@ import torch
 from tfnb.cluster.connected import connected
 from tfnb.errors import InvalidArgument, Unimplemented, ensure_type
 from tfnb.execution.tracing.node_seconds import node_seconds
+from tfnb.execution.tracing.trace import Trace
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.subgraph import uses_queues
 from tfnb.passes import StepGraph, step_graph
@@ -42,6 +43,8 @@ _GIVEN = "stages"  # in `Graph.attached`: the requests that `place` gave to node
 _TIMES = "times"  # in `Graph.attached`: those of traced runs
 MOST = 64  # tasks of a search
 
+Key = FeedKey | Node  # of a feed: as a user names it, or the node of a placeholder
+
 
 def place(
     fetches: Fetches, how: Literal["auto"] | None = None, *, feeds: Iterable[FeedKey] | None = None,
@@ -49,9 +52,16 @@ def place(
 ) -> StepParts:  # fmt: skip
     """The parts of a run of ``fetches``, by the tasks that its nodes request; runs nothing, and needs no cluster.
 
-    fetches: as those of `run`. feeds: what would be fed, placeholders or other tensors (of a dict, its keys); None for
-    all placeholders. The result prints a table with a line for each task; a notebook draws it, and each of its
-    ``parts`` alone; ``why(node)`` says why a node is done where it is.
+    fetches: as those of `run`.
+    how: ``"auto"`` searches for the tasks on which a run is predicted to be quickest, and lets the nodes ask for them.
+    feeds: placeholders or other tensors that would be fed; None for all placeholders. A dict has values, too.
+    stages: so many consecutive groups of modules for ``fit(mode="pipeline")``: the nodes of stage s ask for ``task:s``.
+    tasks: of a search, at most; None for those of the connected cluster.
+    soft: requests of a search or of stages are dropped where there is no such task, as without a cluster.
+
+    The result prints a table with a line for each task; a notebook draws it, and each of its ``parts`` alone;
+    ``why(node)`` says why a node is done where it is. The page `notebooks/cluster.md` says how a search and a cut in
+    stages choose. Requests of the user, `tfnb.device`, stand. Another call places anew.
 
     >>> import torch, tfnb
     >>> with tfnb.record():
@@ -68,15 +78,6 @@ def place(
     task:0: 1 nodes, feeds x
     send h: task:0 -> task:1 (value, 12*B bytes)
 
-    how: ``"auto"`` searches for the tasks on which a run is predicted to be quickest, among so many ``tasks`` (None:
-    all of the connected cluster), and lets the nodes ask for them. Nothing runs, and no cluster is needed to try how
-    many tasks help; the step runs there as if placed by hand, and here by ``Session(graph, executor="parts")``. A
-    gradient stays with its forward node, an update with its Variable, and all that uses a queue together; requests of
-    the user stand. Times are a formula of this machine's speed, for the sizes of ``feeds`` or of samples, until the
-    graph ran with ``trace=True``: then medians of such runs, also of messages. The result shows the predicted times of
-    each task and link, and below them those of the last traced run; ``why(node)`` tells the time for each other task. A
-    step that several tasks make no quicker, by 2 percent at least, stays on one.
-
     >>> with tfnb.record() as graph:
     ...     x, w = tfnb.placeholder(torch.ones(400, 400), name="x"), torch.ones(400, 400)
     ...     y = (x @ w).sum() + (x.exp() @ w).sum()
@@ -87,24 +88,10 @@ def place(
     >>> bool(session.run(y, {x: torch.ones(400, 400)}) > 0)
     True
 
-    stages: cut the modules of the step, in the order in which they compute, in so many consecutive stages for
-    ``fit(mode="pipeline")``, and let the nodes of stage s ask for ``task:s``, as `tfnb.device` around these modules
-    would. The slowest stage is as quick as it can be, with its messages; among cuts within 5 percent of that, the
-    largest stage holds the fewest bytes of Variables and slots. Nodes are measured here, on ``feeds`` where that is a
-    dict of values, else on the samples of placeholders; nothing is written. A module that the user placed on a task
-    stays there. A weight of two modules is read at the first one, and sent to the other's stage. Once more with
-    another number places anew; a cell that is run again has nodes without stages. soft: the requests are dropped where
-    there is no such task, so the same step runs here and on fewer tasks.
-
     Raises InvalidArgument for requests that these tasks cannot meet, for more stages than modules, and for stages of a
     step without modules; Unimplemented for stages of a step with queues.
     """
-    if how is not None and not (isinstance(how, str) and how == "auto"):
-        raise InvalidArgument(f"how is 'auto' or None, not {how!r:.60}; what is fed is feeds=")
-    if how is not None and stages is not None:
-        raise InvalidArgument(f"how={how!r} searches for places, and stages={stages} cuts modules in order: take one")
-    if how is None and tasks is not None:
-        raise InvalidArgument(f"tasks={tasks} is of a search: tfnb.place(fetches, 'auto', tasks={tasks})")
+    _ensure_one_way(how, stages, tasks, soft)
     graph = graph_of(fetches)
     leaves: list[Any] = []
     structure(fetches, leaves)
@@ -113,18 +100,28 @@ def place(
         return _staged(graph, values, feeds, stages, soft)
     if how is not None:
         return _searched(graph, values, feeds, _task_count(tasks), soft)
-    if soft:
-        raise InvalidArgument("soft=True is of stages or of a search: say stages=4, or 'auto'")
     keys = graph.placeholders if feeds is None else tuple(feeds)
     return StepParts(graph, in_parts(step_graph(graph, values, _fed(graph, keys))))
 
 
-def _fed(graph: Graph, keys: Iterable[Any]) -> tuple[Value, ...]:
+def _ensure_one_way(how: object, stages: object, tasks: object, soft: object) -> None:
+    """Raise InvalidArgument for arguments of which one is of a search, and another of stages or of neither."""
+    if how is not None and not (isinstance(how, str) and how == "auto"):
+        raise InvalidArgument(f"how is 'auto' or None, not {how!r:.60}; what is fed is feeds=")
+    if how is not None and stages is not None:
+        raise InvalidArgument(f"how={how!r} searches for places, and stages={stages} cuts modules in order: take one")
+    if how is None and tasks is not None:
+        raise InvalidArgument(f"tasks={tasks} is of a search: tfnb.place(fetches, 'auto', tasks={tasks})")
+    if soft and how is None and stages is None:
+        raise InvalidArgument("soft=True is of stages or of a search: say stages=4, or 'auto'")
+
+
+def _fed(graph: Graph, keys: Iterable[Key]) -> tuple[Value, ...]:
     """The values that these keys feed."""
     return tuple(dict.fromkeys(value for key in keys for value in fed_by(graph, key)))
 
 
-def learn(graph: Graph, trace: Any, step: StepGraph, tensors: Sequence[torch.Tensor]) -> None:
+def learn(graph: Graph, trace: Trace, step: StepGraph, tensors: Sequence[torch.Tensor]) -> None:
     """Keep the times of a traced run for later placements of the graph. tensors: of the feeds."""
     graph.attached.setdefault(_TIMES, StepTimes()).learn(trace, _sizes(step, [tensor.shape for tensor in tensors]))
 
@@ -149,7 +146,9 @@ def _task_count(tasks: int | None) -> int:
     return tasks
 
 
-def _searched(graph: Graph, values: Sequence[Value], feeds: Any, tasks: int, soft: bool) -> AutoPlacement:
+def _searched(
+    graph: Graph, values: Sequence[Value], feeds: Iterable[FeedKey] | None, tasks: int, soft: bool
+) -> AutoPlacement:
     """The step at the tasks of the quickest placement; the graph asks for these tasks from now on."""
     ensure_type(soft, bool, "soft")
     graph.ensure_open()
@@ -182,13 +181,13 @@ def _searched(graph: Graph, values: Sequence[Value], feeds: Any, tasks: int, sof
     return AutoPlacement(graph, parts, groups, found, timeline, costs, tasks)
 
 
-def _bare(graph: Graph, values: Sequence[Value], feeds: Any) -> tuple[Graph, tuple[Any, ...]]:
+def _bare(graph: Graph, values: Sequence[Value], feeds: Iterable[FeedKey] | None) -> tuple[Graph, tuple[Key, ...]]:
     """The graph without requests of an earlier placement, and the keys of its feeds."""
     bare = graph.derive(unplaced(graph.contents, graph.attached.get(_GIVEN, {})))
     return bare, step_graph(bare, values, ()).graph.placeholders if feeds is None else tuple(feeds)
 
 
-def _batch(graph: Graph, keys: Iterable[Any], batch: Iterable[Any]) -> Sequence[torch.Tensor]:
+def _batch(graph: Graph, keys: Iterable[Key], batch: Iterable[Any]) -> Sequence[torch.Tensor]:
     """The batch of these keys, as tensors that the graph takes."""
     return Feeder(graph, [(key, fed_by(graph, key)) for key in keys]).fed(batch)[0]
 
@@ -199,7 +198,9 @@ def _commit(graph: Graph, bare: Graph, asks: Mapping[int, str], late: Collection
     graph.commit(contents)
 
 
-def _staged(graph: Graph, values: Sequence[Value], feeds: Any, stages: int, soft: bool) -> StagedStep:
+def _staged(
+    graph: Graph, values: Sequence[Value], feeds: Iterable[FeedKey] | None, stages: int, soft: bool
+) -> StagedStep:
     """The step in stages; the graph asks for these stages from now on."""
     ensure_type(stages, int, "stages")
     ensure_type(soft, bool, "soft")
@@ -215,7 +216,7 @@ def _staged(graph: Graph, values: Sequence[Value], feeds: Any, stages: int, soft
     return StagedStep(graph, in_parts(step_graph(graph, values, step.feeds)), weights.stages(ends))
 
 
-def _sample(graph: Graph, key: object) -> torch.Tensor:
+def _sample(graph: Graph, key: Key) -> torch.Tensor:
     """The sample of a feed key. Raises InvalidArgument where it has none."""
     found = workspace(graph).sample(fed_by(graph, key)[0])
     if found is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Number
 from operator import is_
 from typing import Any
 
@@ -61,7 +62,25 @@ def key_of(item: object) -> Any:
         return item.value
     if isinstance(item, torch.Tensor):
         return id(item)
+    if isinstance(item, _SIZES):
+        raise _number(item)
     return item
+
+
+_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _number(item: object, what: str = "fetch") -> FeedError:
+    """The error of a fetch or feed key that is a number: a size of a recording, or one of Python's own."""
+    if isinstance(item, _SIZES):
+        return FeedError(
+            f"cannot {what} the size {item}: record torch.tensor(SIZE) in the cell, or `with tfnb.record(...):`, and "
+            f"{what} that"
+        )
+    return FeedError(
+        f"cannot {what} {item!r}: it is a number of Python, as the recording left it, and no value of the graph; what "
+        "a run shall compute has to come from recorded tensors"
+    )
 
 
 def structure(item: object, leaves: list[Any]) -> Callable[[Sequence[Any]], Any]:
@@ -101,6 +120,9 @@ def graph_of(fetches: object) -> Graph:
     for leaf in leaves:
         if isinstance(leaf, (Tensor, Operation)):
             return leaf.graph
+    number = next((leaf for leaf in leaves if isinstance(leaf, (*_SIZES, Number))), None)
+    if number is not None:
+        raise _number(number)
     plain = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and known(leaf) is None), None)
     if plain is not None:
         raise FeedError(
@@ -147,6 +169,8 @@ def value_of(graph: Graph, item: object, what: str = "fetch") -> Value:
             f"cannot {what} a plain tensor of shape {list(item.shape)}: it was made outside a recording and is not "
             f"in graph {graph.name}. Compute it in the %%tfgraph cell, or {what} one of: {listing(graph)}"
         )
+    if isinstance(item, (*_SIZES, Number)):
+        raise _number(item, what)
     raise FeedError(f"cannot {what} {item!r}: a recorded tensor, Variable, Operation or name was expected")
 
 

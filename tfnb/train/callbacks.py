@@ -64,12 +64,15 @@ Callback = Callable[[Progress], object] | StepObserver | EpochObserver
 class Callbacks:
     """The functions to call after each step and epoch: functions (after an epoch), or objects with either method.
 
+    is_noted: an error in one gets a note with the step. A coordinator is no callback of the user: it adds its own note.
+
     >>> seen = []
     >>> Callbacks([lambda progress: seen.append(progress.epoch)]).on_epoch(Progress(9, 1, {})).stopped is None, seen
     (True, [1])
     """
 
-    def __init__(self, callbacks: Callback | Sequence[Callback]) -> None:
+    def __init__(self, callbacks: Callback | Sequence[Callback], *, is_noted: bool = True) -> None:
+        self._is_noted = is_noted
         self._steps: list[Callable[[Progress], object]] = []
         self._epochs: list[Callable[[Progress], object]] = []
         for one in listed(callbacks):
@@ -97,28 +100,29 @@ class Callbacks:
     def on_step(self, progress: Progress) -> Progress:
         """Call the callbacks after a step; returns the progress with their requests."""
         __tracebackhide__ = True
-        return _told(self._steps, progress)
+        return self._told(self._steps, progress)
 
     def on_epoch(self, progress: Progress) -> Progress:
         """Call the callbacks after an epoch; returns the progress with their requests."""
         __tracebackhide__ = True
-        return _told(self._epochs, progress)
+        return self._told(self._epochs, progress)
+
+    def _told(self, calls: Sequence[Callable[[Progress], object]], progress: Progress) -> Progress:
+        __tracebackhide__ = True
+        for call in calls:
+            try:
+                call(progress)
+            except BaseException as error:
+                if self._is_noted:
+                    step = progress.step
+                    error.add_note(f"in a callback of fit after step {step}; variables are at step {step}")
+                raise
+        return progress
 
 
 def listed(callbacks: Callback | Sequence[Callback]) -> list[Any]:
     """One callback, or a sequence of them, as a list."""
     return [callbacks] if callable(callbacks) or not isinstance(callbacks, Sequence) else list(callbacks)
-
-
-def _told(calls: Sequence[Callable[[Progress], object]], progress: Progress) -> Progress:
-    __tracebackhide__ = True
-    for call in calls:
-        try:
-            call(progress)
-        except BaseException as error:
-            error.add_note(f"in a callback of fit after step {progress.step}; variables are at step {progress.step}")
-            raise
-    return progress
 
 
 class EarlyStopping:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from tfnb.escaping import shorten, xml
 from tfnb.view.colours import STRIPES
 from tfnb.view.face import n
+from tfnb.widgets.escaping import shorten, xml
 
 WIDE, BOX, GAP, LINE, BETWEEN = 480.0, 150.0, 10.0, 14.0, 46.0
 LETTER = 6.0  # width of a letter, about

@@ -11,7 +11,6 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from tfnb.escaping import shorten, xml
 from tfnb.graph import Contents, Graph, Node, Value
 from tfnb.view import facts
 from tfnb.view.box import Box, Key, key_name
@@ -23,6 +22,7 @@ from tfnb.view.loop_sliders import LoopSliders
 from tfnb.view.style import HOT_SHEET, LEGIBLE, PAPER, SANS, SHEET
 from tfnb.view.tree import tree
 from tfnb.view.wiring import Wiring
+from tfnb.widgets.escaping import shorten, xml
 
 BOXES = 26  # boxes and frames of the first view, where the graph allows a choice
 MOST = 150

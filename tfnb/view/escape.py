@@ -1,4 +1,4 @@
-"""Names, source lines and error texts in DOT and in script elements; in HTML and SVG they are `tfnb.escaping.xml`."""
+"""Names, source lines and error texts in DOT and in script elements; `tfnb.widgets.escaping` has HTML."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zlib
 
 import graphviz
 
-from tfnb.escaping import visible
+from tfnb.widgets.escaping import visible
 
 
 def dot(text: str) -> str:

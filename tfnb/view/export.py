@@ -17,7 +17,6 @@ from typing import Any
 import graphviz
 
 from tfnb.errors import FailedPrecondition
-from tfnb.escaping import visible, xml
 from tfnb.graph import Graph, Node
 from tfnb.graph.difference import Difference
 from tfnb.view import page
@@ -29,6 +28,7 @@ from tfnb.view.layout import LayoutFailed
 from tfnb.view.listing import listing, text_tree
 from tfnb.view.style import LIGHT, MONO, SANS
 from tfnb.view.timeline import timeline
+from tfnb.widgets.escaping import visible, xml
 
 
 def graph_html(graph: Graph, *, limit: int = page.BYTES, **options: Any) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tfnb.escaping import shorten, xml
 from tfnb.view import facts
 from tfnb.view.box import Box
 from tfnb.view.colours import TONES, ChangeMarks, Heat, Sites, Vitals
@@ -17,6 +16,7 @@ from tfnb.view.inside import ARGUMENT
 from tfnb.view.loop_sliders import LoopSliders
 from tfnb.view.style import FRAME, LIGHT, MONO, SOFT, WIRE, width
 from tfnb.view.wiring import Wiring
+from tfnb.widgets.escaping import shorten, xml
 
 PAD, ROW, HEAD = 10, 15, 32
 TITLE = 44  # characters of a title

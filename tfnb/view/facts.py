@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from tfnb.errors import ShapeError
-from tfnb.escaping import shorten
 from tfnb.graph import Contents, Dim, Node, Ref, Spec, Value, Variable
+from tfnb.widgets.escaping import shorten
 
 SMALL = frozenset({"tfnb.read", "tfnb.constant"})  # drawn as small nodes, beside their first user
 STATE = frozenset({"tfnb.read", "tfnb.assign"})

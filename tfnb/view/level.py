@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tfnb.escaping import xml
 from tfnb.graph import Value
 from tfnb.view import dot, facts
 from tfnb.view.box import Box, Key, key_name
@@ -15,6 +14,7 @@ from tfnb.view.face import HEAD, Face, n
 from tfnb.view.layout import Point, layout
 from tfnb.view.style import LIGHT, WIRE
 from tfnb.view.wiring import DrawnEdge, End, Inlet, Outlet, Wiring
+from tfnb.widgets.escaping import xml
 
 MARGIN = 14
 TOP, INLETS, OUTLETS = 4, -10, 0  # margins below a frame's title: without ports, with ports; above its lower edge

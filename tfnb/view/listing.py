@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tfnb.escaping import shorten
 from tfnb.graph import Contents, Graph
 from tfnb.view import facts
 from tfnb.view.box import Box
 from tfnb.view.face import times
 from tfnb.view.tree import tree
 from tfnb.view.wiring import Wiring
+from tfnb.widgets.escaping import shorten
 
 WIDTH = 110  # characters of a line
 LINES = 400

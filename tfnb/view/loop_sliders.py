@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from tfnb.escaping import shorten
 from tfnb.view import facts
 from tfnb.view.box import Box, Key, common, key_name
 from tfnb.view.inside import OpenedGraph
 from tfnb.view.wiring import Wiring
+from tfnb.widgets.escaping import shorten
 
 LONGEST = 30  # characters of a value on a card
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tfnb.escaping import xml
 from tfnb.view import facts
 from tfnb.view.colours import duration
 from tfnb.view.face import n
 from tfnb.view.style import LIGHT, PAPER, SANS, SHEET, SOFT
+from tfnb.widgets.escaping import xml
 
 LANES = {"in": "copies in", "run": "tasks", "out": "copies out"}
 WIDE, LEFT, RIGHT = 960.0, 74.0, 8.0  # pixels: the picture, its margins

@@ -13,13 +13,13 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from tfnb.escaping import xml
 from tfnb.view import facts
 from tfnb.view.colours import legend
 from tfnb.view.drawing import Drawing
 from tfnb.view.escape import packed
 from tfnb.view.layout import LayoutFailed
 from tfnb.view.style import LIGHT
+from tfnb.widgets.escaping import xml
 
 BYTES = 85_000  # of one page, where the picture leaves the choice; what is beyond unfolds in the live view only
 DOT = "display:inline-block;width:9px;height:9px;border-radius:3px;margin-right:4px"

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from tfnb.errors import StaleNode
-from tfnb.escaping import xml
 from tfnb.graph import Spec, Variable
 from tfnb.graph.queue import Queue
 from tfnb.graph.spec import dtype_name
 from tfnb.view import facts
 from tfnb.view.style import LIGHT
+from tfnb.widgets.escaping import xml
 
 Facts = list[tuple[str, str]]
 

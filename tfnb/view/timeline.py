@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from tfnb.escaping import shorten, xml
 from tfnb.view import facts
 from tfnb.view.colours import duration
 from tfnb.view.face import n
 from tfnb.view.style import LIGHT, PAPER, SANS, SHEET, SOFT, Tone, width
+from tfnb.widgets.escaping import shorten, xml
 
 WIDE, LEFT = 960.0, 8.0  # pixels: the picture, its margin
 LANE, BAR, CURVE = 40.0, 20.0, 70.0

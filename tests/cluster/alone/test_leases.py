@@ -163,6 +163,29 @@ def test_interrupt_ends_the_loops_and_drops_the_rest():
     assert play(machine, PieceProgress(1, 4, 1), LoopEnd(1)) == [Report(4, 0, 1, (1,)), e.Finish(cause=e.UserStop())]
 
 
+def test_a_loop_that_failed_before_it_was_told_to_end_leaves_its_steps_in_doubt():
+    machine = leases(shards=[0, 1])
+    given = play(machine, Offer("ab"), Offer("xy"))
+    stream = given[1].piece.stream
+    play(machine, e.Interrupt(), LoopEnd(0))
+    counted = play(machine, LoopEnd(1, has_failed=True))
+    assert [doubted(one) for one in counted] == [[(stream, 0), (stream, 1)]]
+
+
+def test_the_time_for_which_a_task_stands_is_none_of_its_piece():
+    machine = leases(tasks=[0, 1], lends_twice=True)
+    first, second = play(machine, Offer(range(4), 0), Offer(range(4), 1))
+    play(machine, e.Drain(), TaskPause(0), now=1.0)
+    play(machine, TaskPause(1), now=2.0)
+    play(machine, e.Resume(), now=61.0)
+    assert play(machine, PieceProgress(0, first.piece.number, 4), now=62.0) == [Report(first.piece.number, 0, 4, (0,))]
+    assert machine.sizes.seconds == 0.5, "two seconds for four steps"
+    assert play(machine, PieceProgress(1, second.piece.number, 4), now=63.0) == [
+        Report(second.piece.number, 0, 4, (1,))
+    ]
+    assert machine.sizes.seconds == 1.0
+
+
 def test_a_step_that_one_shard_lacks_is_completed_by_another_task():
     machine = leases(shards=[0, 1])
     given = play(machine, Offer("ab"), Offer("xy"))

@@ -156,6 +156,9 @@ class SingleSteps:
                     continue  # on another task
                 if not (end.cause.is_none_left and self.engine.comes):
                     break
+                if time.monotonic() >= deadline:  # else this would ask again and again, and nothing else would go on
+                    end, waits = e.Finish(cause=e.TimedOut()), [self._awaited(placed.tasks)]
+                    break
             if end.cause is not None:
                 cause = end.cause
                 if placed.parts and isinstance(cause, e.TasksLost) and cause.is_none_left:
@@ -213,11 +216,20 @@ class SingleSteps:
                 if isinstance(answer, Ok) and not record.pinged(name, sent, answer):
                     break
 
+    def _absent(self, tasks: Sequence[int]) -> str:
+        """The names of tasks requested by a graph that are not there."""
+        names = {f"task:{number}" for number in tasks}
+        there = {member.name for member in self.engine.tasks if member.is_there}
+        return ", ".join(sorted(names - there))
+
+    def _awaited(self, tasks: Sequence[int]) -> str:
+        """The tasks that a step whose time is over waited for, in words: requested ones, or any."""
+        return f"{self._absent(tasks) or 'a compute task'} to come back"
+
     def _left_alone(self, tasks: Sequence[int]) -> str:
         """The message that tasks requested by a graph are gone."""
         names = {f"task:{number}" for number in tasks}
-        there = {member.name for member in self.engine.tasks if member.is_there}
-        gone = ", ".join(sorted(names - there)) or "a task"
+        gone = self._absent(tasks) or "a task"
         return f"the step has parts on {', '.join(sorted(names))}, and {gone} is gone; nothing of it was written"
 
     async def _drive(

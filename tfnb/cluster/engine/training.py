@@ -588,31 +588,33 @@ class Training:
             if self._loops.get(task) is loop:
                 self.feed(event)
             return
-        if not isinstance(event, e.TaskLoss) and not await self._left(task, loop):
+        if not isinstance(event, e.TaskLoss) and await self._left(task, loop) is None:
             event = self.engine.peers.lost(task)
         if self._loops.get(task) is loop:
             if not isinstance(event, e.TaskLoss):
                 del self._loops[task]
             self.feed(event)
 
-    async def _left(self, task: int, loop: _Listening) -> bool:
-        """End the loop of a task and take its last word; False where the task is gone."""
+    async def _left(self, task: int, loop: _Listening) -> Outcome | None:
+        """End the loop of a task and take its last word, which is returned; None where the task is gone."""
         async with loop.lending:
             loop.is_left = True
             member, about = self.engine.tasks[task], lambda: {"loop": loop.name, "seen": loop.seen}
             answer = await self.engine.stop(member, "leave", about)
             if isinstance(answer, Ok):
                 self._hear(task, loop, answer)
-        return answer is not None
+        return answer
 
     async def _stopped(self, task: int, loop: _Listening | None) -> None:
         """End the loop that a task had at the machine's request."""
-        is_there = loop is None or await self._left(task, loop)
+        last = Ok({"failure": None}) if loop is None else await self._left(task, loop)
         if self._loops.get(task) is not loop:  # it failed or was lost meanwhile, which was told
             return
-        if is_there:
-            self._loops.pop(task, None)
-        self.feed(a.LoopEnd(task) if is_there else self.engine.peers.lost(task))
+        if last is None:
+            return self.feed(self.engine.peers.lost(task))
+        self._loops.pop(task, None)
+        has_failed = isinstance(last, Ok) and last.meta["failure"] is not None  # a step may have come to some servers
+        self.feed(a.LoopEnd(task, has_failed))
 
     def _give_up(self, task: int) -> None:
         """Let servers refuse the loop of a given-up task, so that no other loop waits; a living task begins anew."""
@@ -667,8 +669,8 @@ class Training:
         loops = dict(self._loops)
         ends = await asyncio.gather(*(self._left(task, loop) for task, loop in loops.items()))
         self._loops.clear()
-        for task, is_there in zip(loops, ends, strict=True):
-            if not is_there:
+        for task, last in zip(loops, ends, strict=True):
+            if last is None:
                 self.feed(self.engine.peers.lost(task))
         self.feed(s.CutAt(latest))
 

@@ -97,9 +97,10 @@ class LoopFailure(NamedTuple):
 
 
 class LoopEnd(NamedTuple):
-    """A task ended its loop on request; every step begun was sent completely."""
+    """A task ended its loop on request; every step begun was sent completely, unless the loop had failed before."""
 
     task: int
+    has_failed: bool = False
 
 
 class TaskPause(NamedTuple):
@@ -244,7 +245,7 @@ class Leases:
     is_ended: bool = False  # there are no more steps
     is_hold_wanted: bool = False
     is_held: bool = False
-    paused: set[int] = field(default_factory=set)
+    paused: dict[int, float] = field(default_factory=dict)  # task -> since when it stands
     told: set[int] = field(default_factory=set)  # tasks that were told to pause
     lends_twice: bool = False
     twins: dict[int, int] = field(default_factory=dict)  # a piece's number -> that of its copy, and back
@@ -316,8 +317,8 @@ class Leases:
                 self.stopping.discard(task)
                 self._return(task)
                 return self._next(now)
-            case "closing", LoopEnd(task):
-                self._drop(task)
+            case "closing", LoopEnd(task, has_failed):
+                self._drop(task, has_failed)
                 return self._next(now)
             case "open" | "closing", e.TaskLoss(task, is_silent) if task in self.tasks:
                 return self._lose(task, is_silent, now)
@@ -335,7 +336,7 @@ class Leases:
                 self.is_hold_wanted = True
                 return self._next(now)
             case "open", TaskPause(task) if self.is_hold_wanted:
-                self.paused.add(task)
+                self.paused.setdefault(task, now)
                 return self._next(now)
             case "open", e.Resume():
                 return self._resume(now)
@@ -485,7 +486,7 @@ class Leases:
 
     def _hold(self) -> list[Instruction]:
         working = {task for task, pieces in self.out.items() if pieces}
-        if working <= self.paused:
+        if working <= self.paused.keys():
             is_new, self.is_held = not self.is_held, True
             return [Standstill()] if is_new else []
         new = sorted(working - self.told)
@@ -494,9 +495,12 @@ class Leases:
 
     def _resume(self, now: float) -> list[Instruction]:
         self.is_hold_wanted = self.is_held = False
-        return [*self._continue(), *self._next(now)]
+        return [*self._continue(now), *self._next(now)]
 
-    def _continue(self) -> list[Instruction]:
+    def _continue(self, now: float) -> list[Instruction]:
+        """Let tasks go on; the time for which they stood is none of their pieces'."""
+        for task in self.began.keys() & self.paused.keys():
+            self.began[task] += now - self.paused[task]
         told = sorted(self.told)
         self.told.clear()
         self.paused.clear()
@@ -510,7 +514,7 @@ class Leases:
         if is_silent:
             self.patience = max(self.patience, GIVEN_UP)
         self.told.discard(task)
-        self.paused.discard(task)
+        self.paused.pop(task, None)
         first = next(iter(self.out.get(task, ())), None)
         is_own = first is not None and self._twin(first) is None  # of a piece with a copy another task has the steps
         rest = self._return(task)
@@ -523,18 +527,18 @@ class Leases:
             return self._close(e.TasksLost())
         if not self.tasks:
             self.until = now + self.patience
-        waking = self._continue() if self.state == "open" and self.again and not self.is_held else []
+        waking = self._continue(now) if self.state == "open" and self.again and not self.is_held else []
         return [*waking, *self._next(now)]
 
     def _broken(self, task: int, failure: Failure, is_fatal: bool, now: float) -> list[Instruction]:
         self.told.discard(task)
-        self.paused.discard(task)
+        self.paused.pop(task, None)
         self.stopping.discard(task)
         self._return(task)
         self.missed += 1
         if is_fatal or self.missed > RETRIES * max(1, len(self.tasks)):
             return self._close(failure)
-        waking = self._continue() if self.state == "open" and not self.is_held else []
+        waking = self._continue(now) if self.state == "open" and not self.is_held else []
         return [*waking, *self._next(now)]
 
     def _return(self, task: int) -> list[StreamPiece]:
@@ -570,11 +574,11 @@ class Leases:
         self.stopping.update(working)
         return [*map(StopLoop, working), *self._closing()]
 
-    def _drop(self, task: int) -> None:
-        """Drop a task's pieces at a stop; only steps that an earlier task may have begun become doubtful."""
+    def _drop(self, task: int, has_failed: bool) -> None:
+        """Drop a task's pieces at a stop; doubtful are steps that a failed loop, or an earlier task, may have begun."""
         self.stopping.discard(task)
         pieces = self._recalled(task)
-        self.doubtful += [piece.rest(next(self.numbers)) for piece in pieces if piece.is_again]
+        self.doubtful += [piece.rest(next(self.numbers)) for piece in pieces if has_failed or piece.is_again]
 
     def _closing(self) -> list[Instruction]:
         """Once every loop has ended, ask the shards for the applied ones among the doubtful pushes, or end."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfnb.escaping import xml
+from tfnb.widgets.escaping import xml
 
 _TABLE = "margin:.4em 0;color:inherit;font:inherit"
 
@@ -35,6 +35,7 @@ class Status:
     """The result of `Cluster.status`; prints as text and shows as a card.
 
     ``details``: facts on how the cluster works inside. ``curve``: watched values of the latest `fit`, by step.
+    ``step``: of the Variables on the servers.
     """
 
     title: str
@@ -43,6 +44,7 @@ class Status:
     notes: tuple[str, ...] = ()
     details: tuple[tuple[str, str], ...] = ()
     curve: Sequence[Mapping[str, float]] = ()
+    step: int = 0
 
     def __str__(self) -> str:
         lines = [self.title, *(f"  {name}: {value}" for name, value in (*self.facts, *self.details))]

@@ -60,7 +60,7 @@ def head(client: Client, array: torch.Tensor | ChunkedArray, rows: int) -> torch
     return torch.cat(client.gather(asked)).to(array.dtype)
 
 
-def _kept(client: Client, key: Any, collection: Any) -> list[Future]:
+def _kept(client: Client, key: object, collection: Any) -> list[Future]:
     """The chunks along axis 0, in order, as futures; the workers begin to compute them."""
     array = without_frames(collection)
     others = range(1, array.ndim) if hasattr(type(array), "rechunk") else ()  # a Delayed has any attribute
@@ -74,7 +74,8 @@ def _kept(client: Client, key: Any, collection: Any) -> list[Future]:
     return [futures[key] for key in flatten(kept.__dask_keys__())]
 
 
-def _chunked(client: Client, key: Any, futures: Sequence[Future], end: float | None) -> ChunkedArray | torch.Tensor:
+def _chunked(client: Client, key: object, futures: Sequence[Future], end: float | None) -> ChunkedArray | torch.Tensor:
+    """The array of computed chunks; a value without an axis as a tensor. Raises as `in_chunks` does."""
     name = _name(key)
     _computed(name, futures, end)
     looks = client.map(described, futures, pure=False)
@@ -124,5 +125,5 @@ def _shown(found: tuple[Sequence[int], str]) -> str:
     return f"{found[1]}{list(found[0])}"
 
 
-def _name(key: Any) -> str:
+def _name(key: object) -> str:
     return key if isinstance(key, str) else str(getattr(key, "name", key))

@@ -23,11 +23,15 @@ _NAMED = 4  # ops of a note
 
 @dataclass
 class ExactSteps:
-    """The steps of one training. ``tasks``: gives the numbers of live tasks. ``place``: makes the plans of a step."""
+    """The steps of one training. ``tasks``: gives the numbers of live tasks. ``place``: makes the plans of a step.
+
+    ``is_asked``: by ``exact=True``; else a look at the first batch found a loss that is no mean over rows.
+    """
 
     step: StepGraph
     tasks: Callable[[], Sequence[int]]
     place: Callable[[StepGraph], PlacedStep]
+    is_asked: bool = True
 
     def __post_init__(self) -> None:
         self._guards = RowGuards.of(self.step)
@@ -59,9 +63,11 @@ class ExactSteps:
         ops = forward or {name_of(node): node for node in reversed(gathered)}
         named = [_told(name, node) for name, node in list(ops.items())[:_NAMED]]
         others = [f"{len(ops) - _NAMED} more"] if len(ops) > _NAMED else []
+        why = "exact=True" if self.is_asked else "the loss is no mean over rows, so that tasks sum in mid-step"
+        cure = "" if self.is_asked else "; exact=False averages gradients instead"
         return (
-            f"exact=True: {', '.join((*named, *others))} cannot be divided by rows: the tasks send all rows to one of "
-            "them, which does that alone. The values are right; the step gains nothing there"
+            f"{why}: {', '.join((*named, *others))} cannot be divided by rows: the tasks send all rows to one of "
+            f"them, which does that alone. The values are right; the step gains nothing there{cure}"
         )
 
     def _over(self, tasks: tuple[int, ...]) -> StepOverRows | None:

@@ -124,7 +124,8 @@ class Overview:
             limit = f" of {size(budget)}" if budget else ""
             versions = ", ".join(str(stat["version"]) for stat in stats)
             parts += [in_words(member.shards)] if len(self._engine.shards) > len(self._engine.servers) else []
-            work.append(f"holds {sum(stat['variables'] for stat in stats)} variables, {size(held)}{limit}")
+            count = sum(stat["variables"] for stat in stats)
+            work.append(f"holds {count} variable{'s' if count != 1 else ''}, {size(held)}{limit}")
             parts.append(f"version{'s' if len(stats) > 1 else ''} {versions}")
         if member.is_there and (code := self._facts.get(member.name, {}).get("code")):
             parts.append(code)

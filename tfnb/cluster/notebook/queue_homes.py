@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tfnb.cluster.engine.engine import Engine, Pins
+from tfnb.cluster.modes.events import UserStop
 from tfnb.cluster.queues.journal import ChannelMark
 from tfnb.cluster.queues.queues_there import CONFIRM, Ask, Channels, RemoteQueue
 from tfnb.cluster.wire.messages import Failure, Ok, raised
@@ -31,7 +32,7 @@ from tfnb.state.queue_operations import HOMES, QueueHandle, machine_of, move
 
 
 class QueueHomes:
-    """The queues of one cluster."""
+    """The queues that lie on the servers of one cluster, with the shard and key of each."""
 
     def __init__(self, engine: Engine, link: ClientLink) -> None:
         self._engine, self._link = engine, link
@@ -39,10 +40,8 @@ class QueueHomes:
         self._here: weakref.WeakKeyDictionary[Queue, tuple[int, str]] = weakref.WeakKeyDictionary()
         self._count, self._lock = itertools.count(), threading.Lock()
         self._trainings = 0  # in progress, that go on where a server is lost
-        self._kept: list[str] = []  # names of those on a lost server that hold what they held
-        self.emptied: list[
-            str
-        ] = []  # names of those that were on a lost server, and of which nobody knows what they held
+        self._kept: list[str] = []  # names of queues on a lost server whose contents a journal has
+        self.emptied: list[str] = []  # names of queues on a lost server whose contents nobody knows
 
     def begin(self) -> None:
         """Move all queues in use to servers; queues used later are made there.
@@ -68,11 +67,13 @@ class QueueHomes:
         return next((cause for queue in queues if (cause := machine_of(queue).cause) is not None), None)
 
     def places(self, queues: Iterable[Queue]) -> dict[Queue, tuple[int, str]]:
-        """Shard and key of each."""
+        """Shard and key of each queue, made on a server first if it is new. Raises FailedPrecondition."""
         found = {}
         for queue in queues:
             machine_of(queue)
             if queue not in self._here:
+                if self._engine.is_closing or self._engine.lost is not None:  # it went home while the step began
+                    raise self._engine.error(UserStop(), None) if self._engine.lost is None else self._engine.lost
                 raise FailedPrecondition(f"queue {queue.name} lives on another cluster: close that one first")
             found[queue] = self._here[queue]
         return found
@@ -120,7 +121,7 @@ class QueueHomes:
         return eras
 
     def at(self, queues: Iterable[Queue]) -> dict[Queue, tuple[int, str]]:
-        """Shard and key of each."""
+        """Shard and key of each queue; all lie on servers already."""
         return {queue: self._here[queue] for queue in queues}
 
     def copied(self, eras: Mapping[Queue, int], pulled: Pins) -> None:
@@ -148,7 +149,7 @@ class QueueHomes:
         }  # fmt: skip
 
     async def there(self) -> None:
-        """Wait until all that was asked for has begun on the servers. In the event loop."""
+        """Wait until the servers have begun every operation that was sent to their queues. In the event loop."""
         for channel in list(self._channels.all.values()):
             if channel.broken is None:
                 await channel.done("withdraw", "", {"numbers": []}, CONFIRM)
@@ -232,7 +233,7 @@ class QueueHomes:
                 self.emptied.append(queue.name)
 
     def end(self) -> None:
-        """Nothing is asked any more."""
+        """The cluster is no more: waiting operations fail, and queues made later are local."""
         if self._home in HOMES:
             HOMES.remove(self._home)
         for queue in list(self._here):
@@ -243,6 +244,6 @@ class QueueHomes:
 
 
 def _forget(home: RemoteQueue) -> None:
-    """Nobody can reach the queue any more."""
+    """Abort the queue on its server after the handle here was collected."""
     if home.heir is None and home.channel.broken is None:
         home.abort("nobody can reach it any more")

@@ -315,52 +315,43 @@ class Steps:
         how = self._possible(Mode(mode) if isinstance(mode, str) else mode)
         end = None if timeout is None else time.monotonic() + timeout
         if how.is_pipeline:
-            stages = asked(step.graph.nodes)
-            ensure_stages(stages, self._names, how.pipelines)
-            if note := idle_tasks(stages, self._names, how.pipelines):
-                warnings.warn(note, stacklevel=user_level(None))
-        placed, why = self._placed_for(
-            step, how, see, check, compile, one_by_one, step.whole if graph is None else graph
-        )
+            self._check_stages(step, how)
+        graph = step.whole if graph is None else graph
+        placed, why = self._placed_for(step, how, see, check, compile, one_by_one, graph)
         tasks = len(self._numbers())
-        exact, source = self._is_exact(step, placed, how, source, exact)
-        may_sum = exact and not why and placed.writes and not how.is_pipeline and tasks > 1
-        over = self._over_rows(step, check, compile) if may_sum else None
-        is_stepwise = why or not placed.writes or over is not None
-        names = _ensure_summed(step, placed, how, is_taken=not is_stepwise)
-        if how.outer is not None and is_stepwise:
-            why = why or "the step writes no Variable"
-            raise Unimplemented(f"LocalSGD(outer=...) takes no such step: {why}. Leave out outer")
-        if names and not is_stepwise and (tasks > 1 or how.n_push > 1) and not placed.tasks:
-            warnings.warn(_apart(names, how, how.is_joint), stacklevel=user_level(None))
+        is_exact, source = self._is_exact(step, placed, how, source, exact)
+        may_sum = is_exact and not why and placed.writes and not how.is_pipeline and tasks > 1
+        over = self._over_rows(step, check, compile, is_asked=exact is True) if may_sum else None
+        is_stepwise = bool(why) or not placed.writes or over is not None
+        _check_writes(step, placed, how, tasks, why, is_stepwise=is_stepwise)
         if (self._variables.held.stale or self._queues.lacks_copies) and not how.is_coordinated:
             self._show()  # should a server be lost, training goes on from what is here
         seen.now = applied.copy
-        steps = (
-            self._in_windows(step, placed, source, end, applied, seen)
-            if how.is_pipeline and not see and not one_by_one and may_be_lent(placed)
-            else self._stepwise(
-                step, placed, source, end, see, applied, seen, is_whole=see is not None or how.is_pipeline, over=over
-            )
-            if is_stepwise
-            else self._looping(step, placed, source, how, changes, end, timeout, applied, seen)
-        )
+        if how.is_pipeline and not see and not one_by_one and may_be_lent(placed):
+            steps = self._in_windows(step, placed, source, end, applied, seen)
+        elif is_stepwise:
+            is_whole = see is not None or how.is_pipeline
+            steps = self._stepwise(step, placed, source, end, see, applied, seen, is_whole=is_whole, over=over)
+        else:
+            steps = self._looping(step, placed, source, how, changes, end, timeout, applied, seen)
+        yield from self._to_the_end(step, how, steps, end, seen)
+
+    def _check_stages(self, step: StepGraph, how: Mode) -> None:
+        """Raise InvalidArgument where a pipeline asks for tasks that are not there; warn of tasks without a stage."""
+        stages = asked(step.graph.nodes)
+        ensure_stages(stages, self._names, how.pipelines)
+        if note := idle_tasks(stages, self._names, how.pipelines):
+            warnings.warn(note, stacklevel=user_level(None))
+
+    def _to_the_end(
+        self, step: StepGraph, how: Mode, steps: Generator[StepGroup, None, None], end: float | None, seen: SeenSteps
+    ) -> Generator[StepGroup, None, None]:
+        """The groups of a training. Then local storages show its last step, also after an error or Ctrl-C."""
         is_shown, interrupts = False, self._engine.interrupts
         written = frozenset([*step.writes, *(how.outer.step.writes if how.outer is not None else ())])
         self._variables.training.append(written)
         try:
-            try:
-                pulled = self._variables.pulled_step
-                for group in steps:
-                    if self._variables.pulled_step != pulled:
-                        pulled = self._variables.pulled_step
-                        yield StepGroup(0, (), kept=seen.now())
-                    yield group._replace(values=group.values[: len(step.fetches)])  # without totals of weights
-                    if group.steps:  # where tasks stand still, storages show it, and what is written here goes there
-                        self._variables.send_leading(step.variables)  # a callback set a rate: for the next steps
-                        self._variables.refresh(pulls=not how.is_coordinated)
-            finally:
-                steps.close()
+            yield from self._groups(step, how, steps, seen)
             self._show(step, how)
             is_shown = True
         finally:
@@ -375,6 +366,24 @@ class Steps:
                     warnings.warn(text, stacklevel=user_level(None))
                 else:
                     self._show(step, how)
+
+    def _groups(
+        self, step: StepGraph, how: Mode, steps: Generator[StepGroup, None, None], seen: SeenSteps
+    ) -> Generator[StepGroup, None, None]:
+        """The groups, and an empty group after each pull; between them Variables that were written here go there."""
+        try:
+            pulled = self._variables.pulled_step
+            for group in steps:
+                if self._variables.pulled_step != pulled:
+                    assert seen.now is not None, "`train` sets it"
+                    pulled = self._variables.pulled_step
+                    yield StepGroup(0, (), kept=seen.now())
+                yield group._replace(values=group.values[: len(step.fetches)])  # without totals of weights
+                if group.steps:  # where tasks stand still, storages show it, and what is written here goes there
+                    self._variables.send_leading(step.variables)  # a callback set a rate: for the next steps
+                    self._variables.refresh(pulls=not how.is_coordinated)
+        finally:
+            steps.close()
 
     def _is_exact(
         self, step: StepGraph, placed: PlacedStep, how: Mode, source: Ahead | Iterable[StepFeeds | None],
@@ -392,10 +401,10 @@ class Steps:
             source = self._looked_further(step, placed, count, source)
         return may_sum and not is_mean, source
 
-    def _over_rows(self, step: StepGraph, check: bool, compile: Compile) -> ExactSteps:
+    def _over_rows(self, step: StepGraph, check: bool, compile: Compile, *, is_asked: bool) -> ExactSteps:
         """The step over the rows of the tasks; warns of the ops that one task does."""
         place = partial(self.place, parallel=False, check=check, compile=compile, is_exact=True)
-        over = ExactSteps(step, self._numbers, place)
+        over = ExactSteps(step, self._numbers, place, is_asked)
         if note := over.note:
             warnings.warn(note, stacklevel=user_level(None))
         return over
@@ -733,6 +742,21 @@ class Steps:
             some = set(step.variables)
         others = [] if some is None else [variable for variable in held.variables if variable not in some]
         self._variables.pull([*self._variables.sent_but_behind(), *others])
+
+
+def _check_writes(
+    step: StepGraph, placed: PlacedStep, how: Mode, tasks: int, why: str, *, is_stepwise: bool
+) -> None:  # fmt: skip
+    """Raise Unimplemented for a step that a mode does not take; warn of Variables of which one task's value counts.
+
+    why: the reason that the notebook takes one step after the other; empty where it does not.
+    """
+    names = _ensure_summed(step, placed, how, is_taken=not is_stepwise)
+    if how.outer is not None and is_stepwise:
+        why = why or "the step writes no Variable"
+        raise Unimplemented(f"LocalSGD(outer=...) takes no such step: {why}. Leave out outer")
+    if names and not is_stepwise and (tasks > 1 or how.n_push > 1) and not placed.tasks:
+        warnings.warn(_apart(names, how, how.is_joint), stacklevel=user_level(None))
 
 
 def _ensure_summed(step: StepGraph, placed: PlacedStep, mode: Mode, *, is_taken: bool) -> tuple[str, ...]:

@@ -248,6 +248,7 @@ class RemoteQueue:
     others: str = OTHERS
     earlier: Mapping[str, set[str]] = field(default_factory=dict)  # the same, before it went there
     journal: Journal = field(default_factory=Journal)  # of this process, while a training may need it
+    _is_made: bool = False  # the server said so
     _coming: list[tuple[Attempt, Attempt | None]] | None = None  # attempts that wait while the queue moves home
     _known: tuple[QueueSnapshot | None, Sequence[tuple[Attempt, int, bool]]] = None, ()
     """Contents restored after the loss of the server; of each attempt the elements put so far, and whether over."""
@@ -272,12 +273,18 @@ class RemoteQueue:
         """Up to ``count`` next elements, without dequeuing them."""
         if self.heir is None:
             try:
-                answer = self._now(self.channel.ask("first", {"key": self.key, "count": count}, ()))
+                answer = self._now(self._look(count))
                 return unpacked(answer.meta, answer.tensors)
             except TfnbError:
                 if self.heir is None:  # else it has gone home meanwhile
                     raise
         return self.heir.first(count)
+
+    async def _look(self, count: int) -> Any:
+        """The server's answer. A question goes beside the acts, and must not overtake the one that makes the queue."""
+        if not self._is_made:
+            await self.channel.done("withdraw", "", {"numbers": []}, CONFIRM)  # behind all earlier ones
+        return await self.channel.ask("first", {"key": self.key, "count": count}, ())
 
     def _now(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.channel.loop).result(CONFIRM)
@@ -408,7 +415,8 @@ class RemoteQueue:
         self.channel.queues[self.key] = self
 
         def made_there(about: Mapping[str, Any], _: Sequence[torch.Tensor]) -> None:
-            if "error" in about:  # it stays here
+            self._is_made = "error" not in about
+            if not self._is_made:  # it stays here
                 self._settle(queue, facts.get("holds"), tensors)
 
         self.channel.act("make", self.key, facts, tensors, then=made_there)

@@ -41,6 +41,7 @@ from tfnb.execution.tracing.place_tracer import PlaceTracer
 from tfnb.graph import Graph, Node, Value
 from tfnb.graph.device_request import DeviceRequest, parse
 from tfnb.graph.node import leaves
+from tfnb.graph.op_facts import facts_of
 from tfnb.graph.subgraph import nested, queues_of
 from tfnb.passes import StepGraph, step_graph
 from tfnb.passes.flow import frames
@@ -50,12 +51,6 @@ from tfnb.passes.flow.reasons import StepParts
 from tfnb.passes.flow.step_flow import CutOptions, StepFlow, in_parts, optimized_step
 from tfnb.placement.partition import Split
 from tfnb.placement.placement import Homes
-
-SHAPES = {
-    "alias", "clone", "contiguous", "detach", "expand", "permute", "reshape", "select", "slice", "squeeze", "t",
-    "transpose", "unsqueeze", "view",
-}  # fmt: skip
-"""Ops of torch that give elements of their first operand, in another shape."""
 
 
 class SentValue(NamedTuple):
@@ -181,10 +176,10 @@ def _read_by(part: Part, homes: Homes) -> frozenset[int]:
 
 
 def _is_stored(flow: frames.Flow, port: frames.Port) -> bool:
-    """Whether a port has the value of a Variable, or the same elements in another shape."""
+    """Whether a port has elements of the value of a Variable, in whatever shape."""
     op = flow.ops[port.op]
     name = "" if op.node is None else op.node.op
-    if op.kind == frames.ENTER or (op.kind == frames.NODE and name.count(".") > 1 and name.split(".")[1] in SHAPES):
+    if op.kind == frames.ENTER or (op.kind == frames.NODE and facts_of(name).keeps_elements):
         return _is_stored(flow, op.inputs[0])
     return op.kind == frames.NODE and name == "tfnb.read"
 
