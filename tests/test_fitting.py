@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import tfnb
+from tests.compiling import compile_soon
 from tfnb.errors import DeadlineExceeded, FeedError, InvalidArgument, ShapeError
-from tfnb.execution.tiers import tiered
 from tfnb.execution.tiers.compiled_loops import obstacle
 from tfnb.fitting import fit_display, fit_loop
 from tfnb.session import default_session
@@ -470,7 +470,7 @@ def test_which_code_runs_is_said_once_and_told_by_traces(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TFNB_COMPILE", "auto")
-    monkeypatch.setattr(tiered, "WORTH_COMPILING", 1e-4)
+    compile_soon(monkeypatch, 1e-4)
     monkeypatch.setattr(fit_loop, "SHOWN_EVERY", 0.0)
     caplog.set_level("INFO", "tfnb.fit")
     layer = torch.nn.Linear(4, 3)

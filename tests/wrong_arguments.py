@@ -469,8 +469,8 @@ ABSENT = {
         Cluster.ahead Cluster.cut Cluster.heads Cluster.in_chunks Cluster.news Cluster.recover Cluster.restoring
         Cluster.run Cluster.show
         Cluster.train IndexedSlices.called IndexedSlices.eval Queue.puts QueueHandle.drop Session.ensure_limited
-        Session.limited Session.looked_at Session.microbatches_of Session.step_of Session.train Source.back_to
-        Source.ensure_position Spec.fits Spec.is_on Tensor.apply_ Tensor.as_subclass
+        Session.expected Session.limited Session.looked_at Session.microbatches_of Session.step_of Session.train
+        Source.back_to Source.ensure_position Spec.fits Spec.is_on Tensor.apply_ Tensor.as_subclass
         Tensor.look_as
         Tensor.map_ Tensor.renew Tensor.taken_outside Variable.declared Variable.drop Variable.ensure_fits
         Variable.looked_up Variable.of Variable.store Watch.followed Watch.step batches""",

@@ -179,7 +179,8 @@ def colds(row: Row, peers: dict[str, Peer], results: dict[str, Result], file: Pa
             begun(peers[library], row, file, how, results[library])
             results[library].samples.append(results[library].first)
             if not turn:
-                later = peers[library].ask("settle", seconds=SETTLING)["seconds"]
+                answer = peers[library].ask("settle", seconds=SETTLING)
+                later, results[library].reached = answer["seconds"], answer["reached"]
                 results[library].note = peers[library].ask("peak")["note"]
                 if later:
                     results[library].settled = sum(results[library].begun) + later

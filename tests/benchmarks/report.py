@@ -16,7 +16,7 @@ from tests.benchmarks.rows import COMPILERS, OURS, ROWS, Result, Row, Target
 
 HEAD = (
     "row", "library", "median", "p10", "p90", "of the fastest peer", "of eager", "first step s", "steady after s",
-    "peak MiB", "targets of tfnb", "note",
+    "0.9 of the final rate after s", "peak MiB", "targets of tfnb", "note",
 )  # fmt: skip
 
 
@@ -111,7 +111,8 @@ def markdown_rows(row: Row, results: dict[str, Result]) -> str:
         cells = (
             row.name, library, duration(measured(result, "time")), duration(low), duration(high),
             _ratio(result, fastest(results)), _ratio(result, eager),
-            f"{result.first:.3f}" if result.first else "", steady(result), f"{result.peak:.0f}" if result.peak else "",
+            f"{result.first:.3f}" if result.first else "", steady(result),
+            "" if result.reached is None else f"{result.reached:.3f}", f"{result.peak:.0f}" if result.peak else "",
             targets if result.samples else "", f"not timed: {result.absent}" if result.absent else result.note,
         )  # fmt: skip
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")

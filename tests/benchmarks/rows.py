@@ -89,6 +89,9 @@ ROWS: dict[str, Row] = {row.name: row for row in (
     Row("cold-mlp", "mlp", {"batch": 32}, (Target("time", 1.2, "torch_eager"),), COLD, cold=True, checked=1),
     Row("cold-lstm", "lstm", _CELL, (Target("time", 1.5, "torch_eager"),), COLD, cold=True, checked=1),
     Row("cold-gpt", "gpt", _GPT, (Target("time", 1.2, "torch_eager"),), (*TORCH, "tfnb_auto"), cold=True, checked=1),
+    Row("cold-chain", "chain", {"nodes": 1000}, (), COLD, mode="forward", cold=True, checked=1),
+    Row("cold-resnet", "resnet18", {"batch": 4}, (Target("time", 1.2, "torch_eager"),), (*TORCH, "tfnb_auto"),
+        cold=True, checked=1, tolerance=1e-2),
     Row("cold-alexnet", "alexnet", {"batch": 16}, (Target("time", 1.2, "torch_eager"),), COLD, cold=True, checked=1),
 )}  # fmt: skip
 QUICK = ("run-1", "mlp-32")
@@ -145,6 +148,7 @@ class Result:
     first: float | None = None  # seconds from source to the first completed step, imports not counted
     begun: list[float] = field(default_factory=list)  # seconds of the first steps, the first one among them
     settled: float | None = None  # seconds from source until the code of a step no longer changes
+    reached: float | None = None  # seconds from source until steps run at 0.9 of their final rate
     imported: float | None = None
     peak: float | None = None  # MiB above the process after its imports
     version: str = ""

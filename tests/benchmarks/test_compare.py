@@ -15,6 +15,7 @@ from tests.benchmarks import compare
 from tests.benchmarks.peers import tfnb_off, torch_eager
 from tests.benchmarks.peers.nets import LAYERS, shapes
 from tests.benchmarks.peers.programs import parameters
+from tests.benchmarks.peers.serve import until_final
 from tests.benchmarks.report import verdict
 from tests.benchmarks.rows import ROWS, Result, Target
 
@@ -103,3 +104,13 @@ def test_every_row_names_libraries_that_exist() -> None:
     there = {path.stem for path in (Path(compare.__file__).parent / "peers").glob("*.py")}
     there |= {*tfnb_off.VARIANTS, *torch_eager.VARIANTS}
     assert {library for row in ROWS.values() for library in row.libraries} <= there
+
+
+def test_the_final_rate_is_reached_with_the_last_change_of_code_and_not_with_a_stumble() -> None:
+    quick = [0.5] * 40
+    assert until_final(quick) == 0.0
+    assert until_final([4.0, *quick]) == 4.0
+    assert until_final([4.0, *[1.0] * 20, *quick]) == 24.0
+    assert until_final([4.0, *[1.0] * 20, *quick[:20], 30.0, *quick]) == 24.0
+    assert until_final([4.0, *[0.55] * 20, *quick]) == 4.0  # within nine tenths
+    assert until_final(quick[:4]) is None

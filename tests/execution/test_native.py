@@ -14,13 +14,13 @@ import torch
 from torch.nn import functional as F
 
 import tfnb
+from tests.compiling import compile_soon
 from tests.control_flow.random_numbers import program, start
 from tests.control_flow.random_programs import program as vector_program
 from tests.control_flow.random_programs import python_branch, python_loop
 from tfnb.errors import BranchChanged, Cancelled, DeadlineExceeded, InvalidArgument
 from tfnb.execution.lowering.lower import lower
 from tfnb.execution.tiers import compiled_loops
-from tfnb.execution.tiers import tiered as tiers
 from tfnb.execution.tiers.compiled_loops import Permit, native
 
 GRAPHS = int(os.environ.get("TFNB_GRAPHS", "0"))  # more random loops than the quick tests compile
@@ -250,7 +250,7 @@ def test_shapes_that_were_not_compiled_run_as_generated_code() -> None:
 @pytest.mark.slow
 def test_a_loop_is_compiled_behind_the_steps_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFNB_COMPILE", "auto")
-    monkeypatch.setattr(tiers, "WORTH_COMPILING", 1e-3)
+    compile_soon(monkeypatch, 1e-3)
     with tfnb.record() as g:
         n = tfnb.placeholder(torch.tensor(3), name="n")
         _, x = tfnb.while_loop(lambda i, x: i < n, lambda i, x: (i + 1, x * 0.5 + 1), (0, 0.0))

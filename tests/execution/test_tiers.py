@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tfnb
+from tests.compiling import compile_soon
 from tfnb.errors import InvalidArgument
 from tfnb.execution.compiling import compiled_packages
 from tfnb.execution.compiling.compiler_process import CompilerProcess
@@ -81,7 +82,7 @@ def test_compiled_steps_equal_generated_steps_with_the_same_draws() -> None:
 @pytest.mark.slow
 def test_code_is_swapped_in_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFNB_COMPILE", "auto")
-    monkeypatch.setattr(tiers, "WORTH_COMPILING", 0.0)
+    compile_soon(monkeypatch)
     g, fetches, keys = classifier()
     session, feed = tfnb.Session(g, compile="auto"), dict(zip(keys, batch(4), strict=True))
     seen: dict[str, None] = {}
@@ -176,7 +177,7 @@ def test_wrong_code_never_runs_a_step(mode: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setenv("TFNB_COMPILE", mode)
     monkeypatch.setattr(tiers, "COMPILED", (Wrong(),))
-    monkeypatch.setattr(tiers, "WORTH_COMPILING", 0.0)
+    compile_soon(monkeypatch)
     g, fetches, keys = classifier()
     session, feed = tfnb.Session(g), dict(zip(keys, batch(4), strict=True))
     got, end = [], time.monotonic() + 100
@@ -274,7 +275,7 @@ def test_the_environment_chooses_for_sessions_that_do_not(monkeypatch: pytest.Mo
     assert tiers.mode("auto") == "off" and tiers.mode("now") == "now"
     monkeypatch.delenv("TFNB_COMPILE")
     assert tiers.mode("auto") == "auto"
-    with pytest.raises(InvalidArgument, match="'auto', 'off', 'now', not 'never'"):
+    with pytest.raises(InvalidArgument, match="'auto', 'quiet', 'off', 'now', not 'never'"):
         tiers.mode("never")
 
 
@@ -317,13 +318,14 @@ def test_a_second_process_runs_compiled_from_its_first_step(tmp_path: Path) -> N
 @pytest.mark.usefixtures("needs_compiler")
 def test_a_session_that_closes_ends_the_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFNB_COMPILE", "auto")
-    monkeypatch.setattr(tiers, "WORTH_COMPILING", 0.0)
+    compile_soon(monkeypatch)
     alone = CompilerProcess()  # sessions of other tests may wait for the common one
     monkeypatch.setattr(tiers, "COMPILER", alone)
     monkeypatch.setattr(compiled_packages, "COMPILER", alone)
     g, fetches, keys = classifier()
     with tfnb.Session(g) as session:
-        session.run(fetches, dict(zip(keys, batch(9), strict=True)))
+        for _ in range(tiers.PROFILED + 1):
+            session.run(fetches, dict(zip(keys, batch(9), strict=True)))
         end = time.monotonic() + 60
         while alone.pid is None and time.monotonic() < end:
             time.sleep(0.01)

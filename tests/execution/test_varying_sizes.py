@@ -14,6 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 
 import tfnb
+from tests.compiling import compile_soon
 from tfnb.errors import Unimplemented
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.tiers import compiled_loops
@@ -160,7 +161,7 @@ def test_steps_of_about_the_same_size_decide_which_code_runs(monkeypatch: pytest
     monkeypatch.setenv("TFNB_COMPILE", "auto")
     monkeypatch.setattr(tiers, "VARYING", Slow())
     monkeypatch.setattr(tiers, "MOST", 0)
-    monkeypatch.setattr(tiers, "WORTH_COMPILING", 0.0)
+    compile_soon(monkeypatch)
     mine, theirs, end = Classifier("auto"), Classifier(), time.monotonic() + 60
     for rows in itertools.count(33):
         assert mine.loss(rows) == theirs.loss(rows)

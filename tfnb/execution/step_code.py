@@ -10,6 +10,7 @@ import torch
 
 from tfnb.execution.budgeted import Budget, SizedPlan
 from tfnb.execution.dataflow.executor import lowered, needs_dataflow
+from tfnb.execution.tiers.gain import ExpectedSteps
 from tfnb.execution.tiers.tiered import Mode, Tiers
 from tfnb.memory import step_passes
 from tfnb.memory.scratch import state_bytes
@@ -22,7 +23,7 @@ class StepCode:
     """The code of one pruned step.
 
     once: passes that choose kernels. memory_budget: bytes, or None for no limit. parts: of a step in parts those that
-    are wanted.
+    are wanted. ``expected``: the further steps, within which compiling has to pay.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class StepCode:
         memory_budget: int | None = None, parts: CutOptions | None = None,
     ) -> None:  # fmt: skip
         self.step, self.is_dataflow, self._parts = step, needs_dataflow(step, executor), parts
+        self.expected = ExpectedSteps()
         self._executor, self._compile, self._once, self._memory_budget = executor, compile, once, memory_budget
 
     @property
@@ -52,7 +54,7 @@ class StepCode:
     @cached_property
     def tiers(self) -> Tiers:
         """The tiers of code that may run the step."""
-        return Tiers(self.program, "off" if self.is_dataflow else self._compile)
+        return Tiers(self.program, "off" if self.is_dataflow else self._compile, self.expected)
 
     @cached_property
     def budget(self) -> Budget | None:

@@ -24,6 +24,7 @@ from tfnb.cluster.engine.members import Mode
 from tfnb.cluster.engine.restarts import Restarts
 from tfnb.cluster.recovery import Recovery, RecoveryBudget
 from tfnb.errors import DeadlineExceeded, InvalidArgument, ParameterServerLost, SchedulerLost, ShapeError, TfnbError
+from tfnb.execution.tiers.gain import ExpectedSteps
 from tfnb.fitting.checkpoints import Checkpoints, saver_of
 from tfnb.fitting.fit_display import front
 from tfnb.fitting.fit_options import (
@@ -228,6 +229,7 @@ def fit(
         run.failed(error, is_kept=reads is not None or not isinstance(data, Iterator))
         raise
     finally:
+        run.expected.announced = None
         session.state.settle(run.steps, is_over=run.is_over or how.is_coordinated)
     raise KeyboardInterrupt(stopped)
 
@@ -319,6 +321,8 @@ def _here(asked: _FitSteps, run: _Run) -> Taken:
             call = session.make_callable(fetches, keys, check=asked.check, microbatches=division)
             if asked.is_looked_at:
                 look_at_means(session, fetches, keys, batch.values, division)
+            if division.is_whole and source.total is not None:
+                run.announce(session.expected(fetches, keys), source.total)
             written = next(iter(session.written(fetches, keys)), None)
             run.code = partial(session.code, fetches, keys, microbatches=division)
         run.steps.begins(batch.position, written)
@@ -491,6 +495,7 @@ class _Run:
         self.is_wanted = False  # an interrupt
         self._front = front
         self.code: Callable[[], str] = str  # which code runs the steps
+        self.expected = ExpectedSteps()  # of that code
         self.plan: object = None  # of memory, for the largest batch
         self._said = _PLAIN
         self._start = self._looked = time.perf_counter()
@@ -520,6 +525,11 @@ class _Run:
             self._looked = now
             self._look(now - self._start)
         self.stop_if_wanted()
+
+    def announce(self, expected: ExpectedSteps, total: int) -> None:
+        """Tell the code of the steps how many are to come, of so many in all."""
+        self.expected.announced = None  # of other feeds
+        self.expected, expected.announced = expected, lambda: max(0, total - self.step)
 
     @property
     def step(self) -> int:

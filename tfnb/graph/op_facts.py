@@ -65,6 +65,18 @@ _SAID: Mapping[str, frozenset[str]] = {fact: frozenset(names.split()) for fact, 
         aten.native_layer_norm.default aten.add.Tensor aten.mul.Tensor aten.neg.default aten.relu.default
         aten.sub.Tensor
     """,
+    # beside element-wise ops those that inductor writes loops for, which it fuses with their neighbours
+    "fuses": """
+        aten._adaptive_avg_pool2d aten._batch_norm_no_update aten._batch_norm_with_update aten._log_softmax
+        aten._log_softmax_backward_data aten._native_batch_norm_legit aten._native_batch_norm_legit_functional
+        aten._softmax aten._softmax_backward_data aten._to_copy aten.all aten.amax aten.amin aten.any aten.arange
+        aten.avg_pool2d aten.avg_pool2d_backward aten.batch_norm_backward aten.cat aten.clone aten.constant_pad_nd
+        aten.empty_like aten.full aten.full_like aten.logsumexp aten.max aten.mean aten.min aten.native_batch_norm
+        aten.native_batch_norm_backward aten.native_group_norm aten.native_layer_norm aten.native_layer_norm_backward
+        aten.new_full aten.new_ones aten.new_zeros aten.nll_loss_backward aten.nll_loss_forward aten.ones
+        aten.ones_like aten.prod aten.select_backward aten.select_scatter aten.slice_backward aten.slice_scatter
+        aten.stack aten.std aten.sum aten.var aten.var_mean aten.zeros aten.zeros_like
+    """,
     # ``other`` may be a number, with the same result as the tensor of it that ``.Tensor`` takes
     "takes_number": """
         aten.add.Tensor aten.sub.Tensor aten.mul.Tensor aten.div.Tensor aten.eq.Scalar aten.ge.Scalar aten.gt.Scalar

@@ -29,6 +29,7 @@ from tfnb.execution.dataflow.executor import EXECUTORS
 from tfnb.execution.pack_step import PackCode, PackPlan
 from tfnb.execution.step_code import StepCode
 from tfnb.execution.tiers import tiered as tiers
+from tfnb.execution.tiers.gain import ExpectedSteps
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Variable
 from tfnb.graph.collector import uncollected
@@ -106,8 +107,11 @@ _NOT_TOGETHER: Mapping[tuple[str, str], str] = {
 class Session:
     """Runs a graph's fetches here, or on the connected cluster.
 
-    compile: ``"auto"`` compiles steps that take long in the background and keeps what is faster, ``"off"`` never,
-    ``"now"`` at the first run of each signature; `status` tells. The environment's TFNB_COMPILE stands for "auto".
+    compile: ``"auto"`` compiles a step in the background once it has taken long, where that is predicted to save a
+    tenth of a step, and within the steps to come (those of `fit`, else as many as were taken) more than compiling
+    costs; it keeps what then is faster, and `status` tells why nothing is compiled. ``"quiet"``, and ``"auto"`` on a
+    battery: only what pays within a minute. ``"off"`` never compiles, ``"now"`` at the first run of each signature. The
+    environment's TFNB_COMPILE stands for "auto".
     executor: ``"auto"`` runs a step as generated code with native loops, and one that uses queues by dataflow;
     ``"dataflow"`` overlaps the iterations of all loops where their data allow (see ``parallel_iterations`` of
     `while_loop`); ``"parts"`` cuts a step by the tasks that its nodes ask for (`tfnb.device`), as a cluster would, and
@@ -709,6 +713,11 @@ class Session:
             return self._ran.code()
         code = self._prepare(fetches, tuple(feeds), WHOLE if wanted.microbatches == AUTO else wanted).code
         return code.code() if code.is_lowered else ""
+
+    def expected(self, fetches: Fetches, feeds: Sequence[FeedKey] = ()) -> ExpectedSteps:
+        """The further steps of a signature, which `fit` announces: compiling has to pay within these."""
+        code = self._prepare(fetches, tuple(feeds)).code
+        return code.expected if isinstance(code, StepCode) else ExpectedSteps()
 
     def limited(self, memory_budget: int | str | None) -> AbstractContextManager[None]:
         """Inside, runs and callables have this memory budget; None keeps the session's. Raises InvalidArgument."""

@@ -13,10 +13,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,28 @@ def processor() -> float:
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": processor}
 
 
+FINAL, FINAL_SECONDS = 30, 5.0  # steps, or their seconds, that tell the final rate
+WINDOW = 5  # steps, whose median counts: a stumble is no slower code
+SHARE = 0.9
+
+
+def until_final(seconds: Sequence[float]) -> float | None:
+    """Seconds until steps run at `SHARE` of their final rate; None for so few steps that no rate is known.
+
+    >>> until_final([3.0] + [1.0] * 10 + [0.5] * 5 + [9.0] + [0.5] * 30)
+    13.0
+    """
+    if len(seconds) < 2 * WINDOW:
+        return None
+    final = statistics.median(seconds[-FINAL:])
+    slow = 0
+    for place, took in enumerate(seconds):
+        around = statistics.median(seconds[max(0, place + 1 - WINDOW) : place + 1])
+        if min(took, around) > final / SHARE:
+            slow = place + 1
+    return sum(seconds[:slow])
+
+
 _VARIED = {"tfnb": "tfnb_off", "torch": "torch_eager"}  # the files that have variants
 
 
@@ -89,7 +112,8 @@ class Worker:
         start = self.clock()
         self.step = self.library.build(task, weights, data, **self.options)
         loss = self.step.wait(self.step.run())
-        return {"loss": loss, "first": self.clock() - start, "version": self.library.version()}
+        self.seconds = [self.clock() - start]
+        return {"loss": loss, "first": self.seconds[0], "version": self.library.version()}
 
     def advance(self, steps: int) -> dict[str, Any]:
         losses, seconds = [], []
@@ -97,17 +121,26 @@ class Worker:
             start = self.clock()
             losses.append(self.step.wait(self.step.run()))
             seconds.append(self.clock() - start)
+        self.seconds += seconds
         return {"losses": losses, "seconds": seconds}
 
     def settle(self, seconds: float) -> dict[str, Any]:
-        """How long it took, zero where it is so already; no number where so many seconds were not enough."""
+        """How long it took, zero where it is so already; no number where so many seconds were not enough.
+
+        reached: from the source on, until steps ran at `SHARE` of their final rate.
+        """
         start, limit, took = self.clock(), time.perf_counter() + seconds, 0.0
         while not self.step.settled():
             if time.perf_counter() > limit:
-                return {"seconds": None}
-            self.step.wait(self.step.run())
+                return {"seconds": None, "reached": None}
+            self.advance(1)
             took = self.clock() - start
-        return {"seconds": took}
+        end = time.perf_counter() + FINAL_SECONDS
+        for _ in range(FINAL):
+            self.advance(1)
+            if time.perf_counter() > end:
+                break
+        return {"seconds": took, "reached": until_final(self.seconds)}
 
     def state(self) -> dict[str, Any]:
         """Length and sum of what each weight moved since the start; what this takes is no part of the peak."""

@@ -81,7 +81,7 @@ def tfnb_tier(session: tfnb.Session) -> str:
 
 def settled(session: tfnb.Session) -> bool:
     """Whether compiled code was compared with generated code, or there will be none."""
-    on_its_way = "; compiling", "not compared yet", "not captured yet"
+    on_its_way = "; compiling", "not compared yet", "not captured yet", "not yet"
     status = [line.partition("]: ")[2].split(", ") for line in session.status()]
     return not any(
         code == "generated code" or part.endswith(on_its_way) for code, *more in status for part in (code, *more)

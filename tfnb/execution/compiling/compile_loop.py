@@ -1,7 +1,7 @@
 """The compiler's process: builds one folder after the other, as requested over a socket, and ends with its parent.
 
 ``python compile_loop.py FD PARENT IDLE``. A message is JSON: what to call, as ``module:function``, the folder to call
-it with, whether steps wait for it, and how many seconds of a processor it may take. The answer says how long that took
+it with, how nice to be, and how many seconds of a processor it may take. The answer says how long that took
 and what the function gives, or in one line why it failed. Imports nothing until it is asked.
 """
 
@@ -20,7 +20,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-NICE = 10  # of what nobody waits for
+AUTOGROUP = Path("/proc/self/autogroup")  # Linux may share processors by session first: a nice level holds within one
 LOOKED = 0.5  # seconds between two looks whether the parent is there
 
 
@@ -29,24 +29,34 @@ def serve(pipe: Connection, idle: float, drafts: list[Path]) -> None:
 
     drafts: the folders that nobody needs when the parent is gone; that of a build is among them until it is answered.
     """
-    front = os.nice(0)
+    front = level = os.nice(0)
     pipe.send_bytes(b"{}")
     while pipe.poll(idle):
         message = json.loads(pipe.recv_bytes())
-        with suppress(PermissionError):  # back to the front goes where the system allows it
-            os.setpriority(os.PRIO_PROCESS, 0, front if message["urgent"] else front + NICE)
+        if level != (level := front + message["nice"]):
+            be_nice(level)
         drafts.append(Path(message["folder"]))
         answer = built(message["build"], drafts[-1], message["budget"])
         drafts.pop()
         pipe.send_bytes(json.dumps(answer).encode())
 
 
+def be_nice(level: int) -> None:
+    """Leave the processors to others, to this nice level; back to the front goes where the system allows it."""
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, level)
+    with suppress(OSError):
+        AUTOGROUP.write_text(str(min(level, 19)))
+
+
 def built(build: str, folder: Path, budget: float) -> dict[str, object]:
-    """Call ``module:function`` with the folder; gives its facts and the seconds, or the error in one line.
+    """Call ``module:function`` with the folder; gives its facts, the seconds and those of a processor, or the error in
+    one line.
 
     One that takes more than ``budget`` seconds of a processor is ended, and is ``over`` it.
     """
-    start, end = time.perf_counter(), _used() + budget
+    start, begun = time.perf_counter(), _used()
+    end = begun + budget
     try:
         module, _, name = build.partition(":")
         with bounded(end):
@@ -56,7 +66,7 @@ def built(build: str, folder: Path, budget: float) -> dict[str, object]:
             return {"error": f"it takes more than {budget:g} s of a processor", "over": True}
         lines = str(error).strip().splitlines()
         return {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
-    return {"seconds": time.perf_counter() - start, **facts}
+    return {"seconds": time.perf_counter() - start, "processor": _used() - begun, **facts}
 
 
 class Over(BaseException):

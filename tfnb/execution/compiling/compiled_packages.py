@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tfnb.execution.compiling.compiler_process import BUILD, COMPILER, NOBODY, OverBudget
+from tfnb.execution.compiling.compiler_process import BEHIND, COMPILER, NOBODY, OverBudget
 from tfnb.execution.compiling.package_cache import FOLDER, cpp_compiler, digest, packages, surroundings
 
 REQUEST = "request"  # folder
 HURRY = 10.0  # seconds that steps which wait for their code wait for another process that compiles the same
 OVER = "over"  # the fact that there will be no package, and why
+LOOKED_AT, ENOUGH = 64, 3  # packages that tell how long this machine compiles: at most, at least
+PROCESSOR, PREDICTED = "processor", "predicted"  # the seconds of a processor that its compilation took, and was to take
 NO_COMPILER = "no C++ compiler: install g++, or set CXX to one"
 
 
@@ -56,6 +59,13 @@ def cached(request: str) -> PackageFolder | None:
     return PackageFolder(key, folder, facts, True)
 
 
+def machine_scale() -> float:
+    """How many times the predicted seconds of a processor packages took to compile here; 1 where few are known."""
+    known = (facts for facts in packages().some_facts(LOOKED_AT) if {PROCESSOR, PREDICTED} <= facts.keys())
+    found = [facts[PROCESSOR] / facts[PREDICTED] for facts in known]
+    return statistics.median(found) if len(found) >= ENOUGH else 1.0
+
+
 def remembered(request: str, facts: Mapping[str, Any]) -> PackageFolder:
     """Store facts about a request, which may have no code of its own."""
     key = _key(request)
@@ -78,7 +88,7 @@ def compiled(
     if cpp_compiler() is None:
         return NO_COMPILER
     COMPILER.expect(owner)
-    with packages().alone(_key(request), HURRY if urgent else BUILD, partial(COMPILER.is_expected, owner)):
+    with packages().alone(_key(request), HURRY if urgent else BEHIND, partial(COMPILER.is_expected, owner)):
         if not COMPILER.is_expected(owner):
             return NOBODY
         return cached(request) or _built(request, write, build, owner, urgent)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,12 @@ class PackageCache:
             return dict(_read(self.folder / key)["facts"])
         except (OSError, ValueError, KeyError, TypeError):
             return {}
+
+    def some_facts(self, most: int) -> list[dict[str, Any]]:
+        """The facts about so many entries, in no order; none where the folder cannot be read."""
+        with suppress(OSError):
+            return [self.facts(at.name) for at in islice(self._entries(), most)]
+        return []
 
     def note(self, key: str, facts: Mapping[str, Any]) -> None:
         """Add facts about an entry, if the entry exists and is writable."""

@@ -1,15 +1,18 @@
 """The chooser of tiers: generated torch.fx code runs at once, compiled code where that turns out faster.
 
-A choice of feed sizes that has used two seconds of computing is compiled in the background, and compared with generated
-code. It is swapped in between steps: both take turns until it is clear which one is faster. A package that an earlier
-process compiled and found faster runs from the first step. Code that fails has written nothing; it is dropped and the
-step computed again. On CUDA either is captured and launched whole (`tfnb.execution.tiers.captured_steps`).
+The calls of a choice of feed sizes that has used two seconds of computing are timed in a few steps. Where these predict
+that compiled code saves a tenth of a step, and over the steps to come more than compiling costs
+(`tfnb.execution.tiers.gain`), it is compiled in the background, and compared with generated code. It is swapped in
+between steps: both take turns until it is clear which one is faster. A package that an earlier process compiled and
+found faster runs from the first step. Code that fails has written nothing; it is dropped and the step computed again.
+On CUDA nothing is predicted, and either code is captured and launched whole (`tfnb.execution.tiers.captured_steps`).
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import queue
 import statistics
@@ -20,12 +23,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from tfnb.errors import InvalidArgument, Unimplemented
-from tfnb.execution.compiling.compiled_packages import PackageFolder
+from tfnb.execution.compiling.compiled_packages import PREDICTED, PackageFolder, machine_scale
 from tfnb.execution.compiling.compiler_process import COMPILER, END
 from tfnb.execution.lowering.program import Program
 from tfnb.execution.running import Stop
@@ -33,21 +37,25 @@ from tfnb.execution.tiers.agreement import at_other_sizes, compared, copied, ver
 from tfnb.execution.tiers.captured_steps import CapturedCode, Captures, device_of
 from tfnb.execution.tiers.compiled_loops import CompiledLoops, obstacle
 from tfnb.execution.tiers.fused import FusedTier
+from tfnb.execution.tiers.gain import QUIET, ExpectedSteps, Gain, compile_seconds, reason, worth
 from tfnb.execution.tiers.interface import Abandoned, Forward, Tier, TierRequest, Unfit, first, words
 from tfnb.execution.tiers.native.manifest import LEAST
 from tfnb.execution.tiers.native.request import Axis, varying_axes
 from tfnb.execution.tiers.native.tier import NativeTier
 from tfnb.execution.tiers.operand_checks import OperandRefused
 from tfnb.execution.tiers.scalarize import ScalarTier
+from tfnb.execution.tiers.step_profile import StepProfile
 from tfnb.execution.tracing.clocks import counter
 from tfnb.execution.tracing.live_memory import devices, room, wait
 from tfnb.graph.collector import frozen
 from tfnb.interrupts import from_signal_handler
 from tfnb.recording.marks.notes import user_level
 
-Mode = Literal["auto", "off", "now"]
-MODES = ("auto", "off", "now")
-WORTH_COMPILING = 2.0  # seconds of computing with the same sizes
+Mode = Literal["auto", "quiet", "off", "now"]
+MODES = ("auto", "quiet", "off", "now")
+WORTH_COMPILING = 2.0  # seconds of computing with the same sizes, before anybody asks whether to compile
+POWER = Path("/sys/class/power_supply")  # where Linux tells of batteries
+PROFILED = 3  # steps whose calls are timed, one by one
 MOST = 2  # sizes that code of their own is compiled for, of one program; then one piece of code for all others
 REMEMBERED = 1024  # choices of sizes: rows that are looked up are another number in each step
 TURN = 0.05  # seconds; Python raises nothing in a thread that waits for longer
@@ -79,6 +87,13 @@ def mode(wanted: str) -> Mode:
     return found  # type: ignore[return-value]
 
 
+def on_battery() -> bool:
+    """Whether a battery of this machine gives its power."""
+    with suppress(OSError):
+        return any(path.read_text().strip() == "Discharging" for path in POWER.glob("BAT*/status"))
+    return False
+
+
 @cache
 def say_once() -> None:
     """Warn once, at the first compilation, if this machine has no compiler."""
@@ -105,7 +120,7 @@ class Tiers:
     `FUSED` that fits.
     """
 
-    def __init__(self, program: Program, mode: Mode) -> None:
+    def __init__(self, program: Program, mode: Mode, expected: ExpectedSteps | None = None) -> None:
         self.program, self.mode, self._generated = program, mode, GeneratedCode(program)
         self._sizes: dict[tuple[torch.Size, ...], Sizes] = {}
         self._own, self._axes = 0, tuple[Axis, ...]()
@@ -113,6 +128,7 @@ class Tiers:
         with suppress(Unimplemented):
             self._axes = varying_axes(program) if isinstance(program, Program) else ()
         self._captures = None if mode == "off" else Captures.of(program)
+        self._expected = expected
 
     def forward(self, shapes: tuple[torch.Size, ...]) -> Forward:
         """The function of the next step, for feeds of these shapes."""
@@ -123,21 +139,23 @@ class Tiers:
             found = self._found(shapes)
             if len(self._sizes) < REMEMBERED:
                 self._sizes[shapes] = found
-        turns = found.turns
-        return found.forward if turns is None else found.turn(turns, shapes)
+        timed = found.timed
+        return found.forward if timed is None else timed(shapes)
 
     def _found(self, shapes: tuple[torch.Size, ...]) -> Sizes:
         """Code for these shapes: specialized code, the code for varying sizes, or generated code."""
         is_single = any(shapes[place][axis] < LEAST for place, axis, _ in self._axes)
         if self._own < MOST or (is_single and self._own == MOST):  # the size one is a number of its own for torch
             self._own += 1
-            found = Sizes(self.program, self._generated, self.mode, self._captures)
+            found = Sizes(self.program, self._generated, self.mode, self._captures, expected=self._expected)
         elif is_single or not self._axes or self._captures is not None or device_of(self.program).type != "cpu":
             return Sizes(self.program, self._generated, "off", self._captures)
         elif self._varying is not None:
             return self._varying
         else:
-            found = self._varying = Sizes(self.program, self._generated, self.mode, varies=True)
+            found = self._varying = Sizes(
+                self.program, self._generated, self.mode, varies=True, expected=self._expected
+            )
         found.recall(shapes)
         return found
 
@@ -166,20 +184,27 @@ class Tiers:
 class Sizes:
     """One choice of sizes, or all that have no code of their own: ``forward`` runs now, replaced as the state changes.
 
-    turns: seconds of timed steps of generated and of compiled code, while they take turns; of steps of about the same
-    size together. varies: it is many sizes.
+    timed: makes the code of a step that is timed, in place of ``forward``. turns: seconds of timed steps of generated
+    and of compiled code, while they take turns; of steps of about the same size together. varies: it is many sizes.
+    expected: the further steps of the program.
     """
 
     def __init__(
         self, program: Program, written: GeneratedCode, mode: Mode, captures: Captures | None = None, *,
-        varies: bool = False,
+        varies: bool = False, expected: ExpectedSteps | None = None,
     ) -> None:  # fmt: skip
-        self._varies = varies
+        self._varies, self._expected = varies, ExpectedSteps() if expected is None else expected
         self.program, self._mode, self._captures = program, mode, captures
         self._written, self._why = written, ""  # why generated code is not captured
-        self.forward: Forward = {"auto": self._counted, "now": self._now}.get(mode) or self.generated
+        self.forward: Forward = self.generated if mode == "off" else self._now if mode == "now" else self._counted
         self.code = "generated code"
         self.turns: dict[Any, dict[Forward, list[float]]] | None = None
+        self.timed: Callable[[Sequence[torch.Size]], Forward] | None = None
+        self.profile: StepProfile | None = None
+        self._gain: Gain | None = None
+        self._cost_ahead = 0.0  # of compiling, in seconds, as predicted for the machine of the constants
+        self._is_free = False  # a package is there, and costs nothing
+        self._steps, self._asked_at = 0, 0  # steps taken; after how many it is asked whether to compile
         self._device = device_of(program)
         self._clock = counter(self._device)
         self._fast: GuardedCode | None = None
@@ -221,20 +246,78 @@ class Sizes:
             return
         if found is None or found.package is None:
             return
+        self._is_free = True
         facts = found.package.facts
         said = facts.get("status", "")
         if facts.get("is_faster") or (self._mode == "now" and facts.get("agrees")):
             self._fast = GuardedCode(self, found, facts.get("seconds_a_step"))
             self._keep(f"{said or 'compiled'}; from the cache")
-        elif "is_faster" in facts and self._mode == "auto":
+        elif "is_faster" in facts and self._mode != "now":
             self.forward, self.code = self.generated, f"generated code ({said}; measured before)"
 
     def _counted(self, *args: object) -> Sequence[Any]:
         outs = self._clock.of(self.generated, *args)
-        if self._clock.total > WORTH_COMPILING:
+        self._stepped()
+        if self._clock.total > WORTH_COMPILING and self._steps >= self._asked_at:
+            self._consider(args)
+        return outs
+
+    def _stepped(self) -> None:
+        self._steps += 1
+        self._expected.taken += 1
+
+    def _consider(self, args: Sequence[Any]) -> None:
+        """Compile where that is free or cannot be predicted; else decide, once the calls of the step are timed."""
+        is_predicted = self._device.type == "cpu" and isinstance(self.program, Program) and obstacle() is None
+        if self._is_free or not is_predicted:
             self.forward = self.generated
             self._begin(args)
-        return outs
+        elif self._gain is None:
+            self.profile = StepProfile(self.program)
+            self.forward, self.timed = self.generated, lambda _: ProfiledStep(self)
+        else:
+            self._choose(self._gain, args)
+
+    def profiled(self, args: Sequence[Any], commit: float) -> None:
+        """A profiled step is over: after some, decide."""
+        self._stepped()
+        profile = self.profile
+        if profile is None:  # another thread has decided
+            return
+        profile.commits.append(commit)
+        if len(profile.commits) < PROFILED:
+            return
+        self.timed = self.profile = None
+        try:
+            calls = profile.calls(args)
+            gain = profile.gain(calls)
+        except Exception as error:  # the step has committed, and is no failure
+            if from_signal_handler(error):
+                raise
+            _LOG.info("not predicted: %s", words(error))
+            self._begin(args)
+            return
+        self._cost_ahead = compile_seconds(calls)
+        self._choose(gain, args)
+
+    def unprofiled(self) -> None:
+        """A profiled step failed: go on without, and ask again later."""
+        self.timed = self.profile = None
+        self.forward, self._asked_at = self._counted, 2 * self._steps
+
+    def _choose(self, gain: Gain, args: Sequence[Any]) -> None:
+        """Compile now, later or never."""
+        self._gain, cost = gain, machine_scale() * self._cost_ahead
+        within = QUIET if self._mode == "quiet" or on_battery() else math.inf
+        decision = worth(gain, cost, self._expected.after(self._steps), within=within)
+        if decision == "now":
+            self.forward = self.generated
+            self._begin(args)
+            return
+        self.code = f"generated code ({reason(gain, cost, decision, within=within)})"
+        _LOG.info("not compiled: %s", self.code)
+        self._asked_at = 2 * self._steps
+        self.forward = self._counted if decision == "later" else self.generated
 
     def _begin(self, args: Sequence[Any]) -> threading.Event:
         """Let the worker compile; the returned event is set at its decision."""
@@ -271,6 +354,8 @@ class Sizes:
             self._package = getattr(found, "package", None)
             cost = f"{time.perf_counter() - start:.1f} s to compile"
             self.cost = cost if self._package is None else self._package.cost
+            if self._package is not None and not self._package.is_cached and self._cost_ahead:
+                self._note(**{PREDICTED: self._cost_ahead})
             self.code = f"generated code; compiled code is not compared yet ({self.cost})"
             facts: Mapping[str, Any] = {} if self._package is None else self._package.facts
             if "agrees" not in facts:
@@ -288,7 +373,7 @@ class Sizes:
         self._fast = GuardedCode(self, launched or found, None if self._varies else facts["seconds_a_step"])
         if self._mode == "now":
             return self._keep(f"compiled; {self.cost}")
-        self.forward, self.turns = self.generated, {}
+        self.forward, self.turns, self.timed = self.generated, {}, self.turn
         if not self.program.variables and not self._varies:
             self._time_once(self._fast, args)
 
@@ -307,13 +392,15 @@ class Sizes:
 
     def drop(self, why: str) -> None:
         """Stay with generated code."""
-        self.forward, self.turns = self.generated, None
+        self.forward, self.turns, self.timed = self.generated, None, None
         self.code = f"generated code ({why})"
         _LOG.info("compiled code dropped: %s", why)
 
-    def turn(self, turns: dict[Any, dict[Forward, list[float]]], shapes: Sequence[torch.Size]) -> Forward:
+    def turn(self, shapes: Sequence[torch.Size]) -> Forward:
         """Generated and compiled code take turns, timed."""
-        assert self._fast is not None
+        turns = self.turns
+        if turns is None or self._fast is None:  # another thread has decided
+            return self.forward
         about = tuple(size.bit_length() for shape in shapes for size in shape)
         seconds = turns.setdefault(about, {self.generated: [], self._fast: []})
         return TimedStep(self, min(seconds, key=lambda code: len(seconds[code])), seconds)
@@ -358,7 +445,7 @@ class Sizes:
             status = f"{status}; the rest is generated code: {lacks}"
         if self._captures is not None and self._captures.is_mine and isinstance(self.generated, CapturedCode):
             self.generated.release()  # what a capture holds is free
-        self.forward, self.turns, self.code = self._fast, None, status
+        self.forward, self.turns, self.timed, self.code = self._fast, None, None, status
 
 
 class TimedStep:
@@ -380,6 +467,32 @@ class TimedStep:
         """The step has committed."""
         self._sizes.wait(())
         self._sizes.took(self._code, time.perf_counter() - self._start, self._among)
+
+
+class ProfiledStep:
+    """One step of generated code whose calls are timed."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes, self._profile, self._args = sizes, sizes.profile, tuple[Any, ...]()
+        self._computed: float | None = None  # when, by this thread's clock of the processor
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        if self._profile is None:  # other threads have taken the last one
+            return self._sizes.generated(*args)
+        try:
+            outs = self._profile.forward(*args)
+        except Exception as error:  # nothing was written; the code itself raises it with its line
+            if from_signal_handler(error):
+                raise
+            self._sizes.unprofiled()
+            return self._sizes.generated(*args)
+        self._args, self._computed = args, time.thread_time()
+        return outs
+
+    def done(self) -> None:
+        """The step has committed."""
+        if self._computed is not None:
+            self._sizes.profiled(self._args, time.thread_time() - self._computed)
 
 
 class GuardedCode:
