@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from typing import Any
 
 import networkx
 import pytest
@@ -646,3 +647,11 @@ def test_a_mistyped_verb_is_told(notebook, line):
 def test_a_new_graph_may_have_a_name_that_is_almost_a_verb(notebook):
     assert "recorded into graph lstm" in str(notebook.ok("%tfgraph on lstm").shown)
     notebook.ok("%tfgraph off")
+
+
+def test_an_input_that_cells_prepare_is_fed_as_it_was_given(notebook: Any) -> None:
+    notebook.ok("b = torch.ones(3, 4)")
+    notebook.ok("%%tfgraph prepared --no-show -i b:B,4\nb = b / 4\ntotal = b.sum()")
+    notebook.ok("%%tfgraph prepared --no-show\nb = b - 1\nless = b.sum()")
+    notebook.ok("found = tfnb.run([total, less], {b: torch.full((2, 4), 8.0)})")
+    assert [value.item() for value in notebook.names["found"]] == [16.0, 8.0]

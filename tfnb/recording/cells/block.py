@@ -28,6 +28,7 @@ from tfnb.graph.collector import uncollected
 from tfnb.graph.graph import new_id
 from tfnb.graph.setting import setting
 from tfnb.recording.cells.draw_flow import notes_of_draws, unheard_clocks, unheard_draws
+from tfnb.recording.cells.feed_keys import keep_keys, keys_of
 from tfnb.recording.cells.new_contents import Replacement, drop_unreachable_data, replaced
 from tfnb.recording.cells.size_letters import substitute, unified_guards
 from tfnb.recording.cells.statements import LEFT, Note, attached
@@ -257,13 +258,14 @@ def _opened(
         outer = names()
         recorder.buffers.meet(modules_of(outer), is_earlier=True)
         recorder.held = [] if is_cell else held_generators(outer)
-        bound = _named_values(graph, outer)
+        bound, keys = _named_values(graph, outer), keys_of(graph, outer)
         try:
             with ExitStack() as stack:
                 _enter(stack, recorder, device)
                 yield recorder
                 recorder.settle()
             with uncollected():
+                keep_keys(graph, recorder.tape, names(), keys, body)
                 lost = _commit(recorder, before, names(), bound, raise_held, append=append, body=body)
                 _keep_guards(recorder, is_cell=is_cell)
         except BaseException as error:
@@ -520,11 +522,12 @@ def _assigned_names(
         if values[-1].node in mine or (values != before.get(name) and values[-1].node in recorder.tape.by_id)
     }
     done: dict[int, dict[str, int]] = {}
-    for name, (at, *_) in bindings.items():
-        is_free = at.node in mine and at.node not in done and ops.NAMED not in recorder.tape.by_id[at.node].tags
-        if is_free and not at.index:
-            done[at.node] = {}
-            recorder.rename(at.node, clean(name))  # nodes have names of ASCII
+    for name, values in bindings.items():  # of a feed key with another value the key, which is the first of both
+        free = (value.node for value in values if value.node in mine and not value.index)
+        at = next((node for node in free if ops.NAMED not in recorder.tape.by_id[node].tags), None)
+        if at is not None and at not in done:
+            done[at] = {}
+            recorder.rename(at, clean(name))  # nodes have names of ASCII
     for name, value in ((name, value) for name, values in bindings.items() for value in values):
         if value.node in done:
             done[value.node][name] = value.index

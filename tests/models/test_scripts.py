@@ -1,0 +1,54 @@
+"""Training scripts as notebooks, with few changed lines, have the losses and weights of the plain scripts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.magics.conftest import Notebook, ipython, notebook
+from tests.models.scripts import IMPORTS, SCRIPTS
+
+__all__ = ["ipython", "notebook"]  # fixtures
+PAGE = Path(__file__).parents[2] / "notebooks" / "scripts.md"
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def tensors(space: dict[str, Any]) -> list[torch.Tensor]:
+    state = space["model"].state_dict().values()
+    return [torch.as_tensor(value).detach() for value in (*state, *space["log"])]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_trains_as_in_torch(notebook: Notebook, name: str) -> None:
+    script = SCRIPTS[name]
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(IMPORTS + script.shared + script.plain, space)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for cell in script.cells:
+            notebook.ok(cell)
+    got, want = tensors(notebook.names), tensors(space)
+    assert len(got) == len(want) and all(value.isfinite().all() for value in want)
+    for place, (here, there) in enumerate(zip(got, want, strict=True)):
+        torch.testing.assert_close(
+            here, there, rtol=1e-6, atol=1e-8, msg=lambda text, place=place: f"{place} of {len(want)}: {text}"
+        )
+
+
+def test_the_page_has_the_number_of_changed_lines() -> None:
+    page = PAGE.read_text()
+    for name, script in SCRIPTS.items():
+        assert f"| {name} | {script.changed} |" in page
