@@ -91,6 +91,7 @@ def test_servers_send_and_get_the_rows_of_a_step_alone(connected, dask, rows: in
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:task.* no stage of this pipeline")  # there are more workers
 @pytest.mark.parametrize("rows", [8192, 32768])
 def test_stages_that_hold_their_shards_get_row_numbers_and_gradients_and_send_rows(connected, dask, rows: int) -> None:
     """The bytes of more steps, without those of the values that come home at the end of a training."""
