@@ -44,7 +44,7 @@ from tfnb.graph.spec import flows, is_static
 from tfnb.recording import Tensor, reopen
 from tfnb.recording.subgraphs.recompute import Copies, region_of_tags
 from tfnb.recording.values.recording import Recording
-from tfnb.recording.values.tape import FROZEN
+from tfnb.recording.values.tape import FROZEN, LEAF
 from tfnb.recording.values.workspace import Derivative
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
@@ -117,6 +117,7 @@ def differentiate(
     with recorder.scope("gradients") as scope, recorder.tagged(GRADIENT):
         seeds = [(y.value, seed(y, g, i)) for i, (y, g) in enumerate(zip(ys, given, strict=True)) if flows(y.dtype)]
         stop = {s.value for s in stops if isinstance(s, Tensor)}
+        stop |= {node.value() for node in nodes if LEAF in node.tags}
         walk = Walk(recorder, [v for group in targets for v in group], stop)
         walk.scope = scope
         walk.hooks = {value: list(hooks.values()) for value, hooks in recorder.autograd.hooks.items()}
@@ -141,13 +142,15 @@ def sources(recorder: Recording, xs: Iterable[Tensor | Variable]) -> list[list[V
     """The graph values of each of ``xs``, whose cotangents add up to its gradient."""
     reads: dict[Variable, list[Value]] = {}
     for node in recorder.nodes:
-        if node.op == "tfnb.read" and FROZEN not in node.tags:
+        if (node.op == "tfnb.read" and FROZEN not in node.tags) or LEAF in node.tags:
             reads.setdefault(node.attrs["variable"], []).append(node.value())
     return [_values(x, reads, recorder) for x in xs]
 
 
 def _values(x: Tensor | Variable, reads: Mapping[Variable, list[Value]], recorder: Recording) -> list[Value]:
-    """The graph values of ``x``: for a Variable all its reads, and its stand-ins inside loop bodies."""
+    """The graph values of ``x``: of a Variable all reads, those that loops and branches with steps of optimizers left,
+    and its stand-ins inside loop bodies.
+    """
     if isinstance(x, Tensor):
         x.node  # noqa: B018  raises StaleNode for a tensor that is gone
         return [x.value] if flows(x.dtype) else []

@@ -31,6 +31,7 @@ from tfnb.recording.subgraphs.own_gradient import sealed
 from tfnb.recording.subgraphs.recompute import may_fail, repeats
 from tfnb.recording.values.interpret import evaluate
 from tfnb.recording.values.recording import Recording
+from tfnb.recording.values.tape import LEAF
 from tfnb.recording.values.tensor import Base, Entry, Tensor
 from tfnb.recording.writes.buffer_assignments import Rebound
 
@@ -276,7 +277,7 @@ def _parted(
     inside: dict[int, Node] = {}
     outer: set[str] | None = None
     for node in made:
-        if node.op == "tfnb.assign" and "no_grad" not in node.tags:
+        if node.op == "tfnb.assign" and node.tags.isdisjoint(("no_grad", LEAF)):
             same[node.value()] = same.get(node.inputs[0], node.inputs[0])
             continue
         if node.op == "tfnb.assign":  # a node stays, which keeps gradients from what it wrote
@@ -518,6 +519,7 @@ def write_back(
     for base, tensor in sorted(zip(bases, tensors, strict=True), key=is_trained):
         after = slots if is_trained((base, tensor)) else ()
         tags = recorder.tape.marks.tags | ({"buffer"} if base.variable in buffers else set())
+        tags |= {LEAF} if is_trained((base, tensor)) else set()
         control = (*recorder.tape.marks.control, *after)
         with torch.enable_grad(), recorder.tape.marked(control=control, tags=tags):  # what was written says what passes
             rebound = next((region.rebound[base] for region in regions if base in region.rebound), None)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*\Z")
 _VARYING = frozenset({"tfnb.placeholder", "tfnb.read", "tfnb.assign", ops.CALL}) | ops.REGIONS | ops.QUEUES
 FROZEN = "frozen"  # tag of a read: gradients to the variable do not come from here
+LEAF = "leaf"  # a tag of writes behind steps of optimizers in loops and branches: gradients end there, as at a read
 _UNSCOPED = ("tfnb.placeholder", "tfnb.read", "tfnb.constant")
 
 
