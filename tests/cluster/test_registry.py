@@ -41,14 +41,16 @@ def test_the_table_writes_for_who_read_the_last_revision_and_gives_no_epoch_twic
                 if cluster not in model:
                     epochs.append(entry["epoch"])
                     model[cluster] = {
-                        "client": client, "epoch": entry["epoch"], "revision": 0, "tasks": {}, "copy": {},
+                        "client": client, "epoch": entry["epoch"], "revision": 0, "write": "", "tasks": {}, "copy": {},
                     }  # fmt: skip
             case "write":
-                mine, tasks, copy = model.get(cluster), {"task:0": number}, {"id": str(number)}
-                found = table.write(cluster, 0 if mine is None else mine["revision"] + behind, tasks, copy)
+                mine, tasks, copy = model.get(cluster), {f"task:{number % 3}": number}, {"id": str(number)}
+                found = table.write(cluster, 0 if mine is None else mine["revision"] + behind, str(number), tasks, copy)
                 if mine is not None and not behind:
-                    mine |= {"revision": mine["revision"] + 1, "tasks": tasks, "copy": copy}
-                assert found == (None if mine is None else {**mine, "is_written": not behind})
+                    mine |= {"revision": mine["revision"] + 1, "write": str(number), "copy": copy}
+                    mine["tasks"] |= tasks
+                facts = None if mine is None else {name: mine[name] for name in ("epoch", "revision")}
+                assert found == (None if facts is None else {**facts, "is_written": not behind})
             case "close":
                 table.close(cluster)
                 model.pop(cluster, None)
