@@ -29,6 +29,7 @@ from tfnb.errors import (
 )
 
 __all__ = ["one_thread"]  # a fixture
+pytestmark = pytest.mark.filterwarnings("ignore:task.* no stage of this pipeline")  # there are five workers
 
 
 @pytest.fixture
