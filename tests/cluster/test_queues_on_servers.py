@@ -368,3 +368,15 @@ def test_a_step_that_began_while_the_cluster_was_closed_is_to_be_run_again(conne
     with pytest.raises(Aborted, match=r"the cluster was closed at step .* run it again"):
         session.run(taken)
     assert session.run(taken) == 2
+
+
+def test_a_step_on_a_task_finds_a_queue_that_was_made_just_now(connect, monkeypatch) -> None:
+    connect(1)
+    begin = QueueChannel._begin_posting
+    monkeypatch.setattr(QueueChannel, "_begin_posting", lambda self: self.loop.call_later(0.5, begin, self))
+    queue = fifo("late")
+    with tfnb.record() as graph:
+        got = queue.dequeue(sample=torch.tensor(1.0)) + 1
+    tfnb.QueueRunner(queue, tfnb.Source(range(3), name="few"))
+    session = tfnb.Session(graph)
+    assert [float(session.run(got, timeout=60)) for _ in range(3)] == [1, 2, 3]

@@ -58,6 +58,8 @@ class QueueHomes:
         """Shard and key of the queues of a step; starts the queue runners that fill them."""
         found = self.places(queues)
         for queue in found:
+            if isinstance(queue.machine, RemoteQueue):
+                queue.machine.ensure_made()
             for start in tuple(machine_of(queue).starters):
                 start()
         return list(found.values())

@@ -273,18 +273,24 @@ class RemoteQueue:
         """Up to ``count`` next elements, without dequeuing them."""
         if self.heir is None:
             try:
-                answer = self._now(self._look(count))
+                self.ensure_made()
+                answer = self._now(self.channel.ask("first", {"key": self.key, "count": count}, ()))
                 return unpacked(answer.meta, answer.tensors)
             except TfnbError:
                 if self.heir is None:  # else it has gone home meanwhile
                     raise
         return self.heir.first(count)
 
-    async def _look(self, count: int) -> Any:
-        """The server's answer. A question goes beside the acts, and must not overtake the one that makes the queue."""
-        if not self._is_made:
-            await self.channel.done("withdraw", "", {"numbers": []}, CONFIRM)  # behind all earlier ones
-        return await self.channel.ask("first", {"key": self.key, "count": count}, ())
+    def ensure_made(self) -> None:
+        """Wait until the server has the queue: tasks and questions go beside the act that makes it, and must not
+        overtake it. Raises Unavailable.
+        """
+        if self._is_made or self.heir is not None:
+            return
+        try:
+            self._now(self.channel.done("withdraw", "", {"numbers": []}, CONFIRM))  # behind all earlier ones
+        except TimeoutError as error:
+            raise Unavailable(f"queue {self.name} was not made by its server within {CONFIRM:g} s") from error
 
     def _now(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.channel.loop).result(CONFIRM)
