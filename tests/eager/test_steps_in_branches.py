@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tfnb
+from tfnb.errors import Unsupported
 
 Program = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor], Any]
 
@@ -65,6 +66,29 @@ def in_a_loop(net: nn.Module, optimizer: Any, x: torch.Tensor, limit: torch.Tens
     return later, optimizer.step()
 
 
+def nested(net: nn.Module, optimizer: Any, x: torch.Tensor, limit: torch.Tensor) -> Any:
+    loss = net(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    if loss < limit:  # noqa: SIM102  two branches
+        if x.sum() > 0:
+            optimizer.step()
+    later = (net(x) - 1).square().mean()
+    optimizer.zero_grad()
+    later.backward()
+    return later, optimizer.step()
+
+
+def nested_alone(net: nn.Module, optimizer: Any, x: torch.Tensor, limit: torch.Tensor) -> Any:
+    loss = net(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    if loss < limit:  # noqa: SIM102  two branches
+        if x.sum() > 0:
+            optimizer.step()
+    return loss, net[0].weight
+
+
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.01),
@@ -81,7 +105,7 @@ def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @pytest.mark.filterwarnings("ignore:size B became the constant")  # a loop with a backward pass is unrolled
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("program", [then_again, gradients_add_up, either_way, in_a_loop])
+@pytest.mark.parametrize("program", [then_again, gradients_add_up, either_way, nested, nested_alone, in_a_loop])
 def test_what_comes_below_has_the_gradients_of_torch(program: Program, kind: str) -> None:
     torch.manual_seed(1)
     lengths = (4, 4, 4, 4) if program is in_a_loop else (4, 4, 6, 3)
@@ -100,3 +124,24 @@ def test_what_comes_below_has_the_gradients_of_torch(program: Program, kind: str
         torch.testing.assert_close(got, want.detach(), rtol=1e-10, atol=1e-12)
         for a, b in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_a_gradient_of_what_a_branch_computes_behind_its_step_is_refused() -> None:
+    net, optimizer = made("sgd")
+    with (
+        pytest.raises(Unsupported, match=r"behind the step of an optimizer inside of it.*compute it below"),
+        tfnb.record(),
+    ):
+        x, limit = tfnb.placeholder(torch.ones(4, 3, dtype=torch.float64)), tfnb.placeholder(torch.tensor(100.0))
+
+        def program(x: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+            loss = net(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            found = loss * 0
+            if loss < limit:
+                optimizer.step()
+                found = net(x).sum()
+            return found
+
+        torch.autograd.grad(tfnb.autograph(program)(x, limit), list(net.parameters()))

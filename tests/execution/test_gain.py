@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -304,12 +306,27 @@ def test_a_chain_gets_faster_as_predicted_and_its_package_is_free_for_others(mon
         assert session.status()[0].endswith("; from the cache"), session.status()
 
 
+@pytest.mark.usefixtures("own_packages", "asked_at_once")
+def test_a_profile_holds_no_feed_of_the_steps_that_it_timed() -> None:
+    (train, x, data), freed = products(), list[bool]()
+    with tfnb.Session(train.graph) as session:
+        for _ in range(tiers.PROFILED + 1):
+            fed = data.clone()
+            session.run(train, {x: fed})
+            seen = weakref.ref(fed)
+            del fed
+            gc.collect()
+            freed.append(seen() is None)
+    assert all(freed), freed
+
+
 @needs_compiler
 @pytest.mark.usefixtures("own_packages", "asked_at_once")
 @pytest.mark.parametrize("battery", [True, False])
 def test_a_quiet_machine_compiles_only_what_pays_within_a_minute(
     battery: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    packages().clear()
     (tmp_path / "BAT0").mkdir()
     (tmp_path / "BAT0" / "status").write_text("Discharging\n" if battery else "Full\n")
     monkeypatch.setattr(tiers, "POWER", tmp_path)

@@ -18,7 +18,8 @@ COPIES = (
     aten.clone.default, aten.reshape.default, aten.contiguous.default, aten.view_copy.default, aten.expand_copy.default,
     aten.select_copy.int, aten.slice_copy.Tensor, aten.unbind_copy.int, aten.diagonal_copy.default,
 )  # fmt: skip
-COMPUTED = (aten.add.Tensor, aten.relu.default, aten.sum.default, aten.mm.default, aten._to_copy.default)
+COMPUTED = (aten.add.Tensor, aten.relu.default, aten.sum.default, aten.mm.default, aten._to_copy.default,
+            aten.slice_scatter.default, aten.select_scatter.default)  # fmt: skip
 
 
 class ViewsSeen(TorchDispatchMode):

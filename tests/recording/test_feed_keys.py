@@ -105,3 +105,29 @@ def test_names_of_other_values_feed_these() -> None:
     assert tfnb.run(loss, {h: MORE}) == tfnb.run(loss, {x: MORE}) == MORE.sum()
     assert tfnb.run(other, {k: MORE}) == MORE.sum()
     assert torch.equal(tfnb.run(y, {y: torch.ones(2)}), torch.ones(2))
+
+
+def test_other_forms_of_an_assignment() -> None:
+    with tfnb.record():
+        x: torch.Tensor = tfnb.placeholder(X)
+        x = x / 4
+        loss = x.sum()
+        twice = (y := tfnb.placeholder(Y)).sum() * 2
+        y = y * 5
+        more = y.sum()
+        z = tfnb.placeholder(X); n = 3  # noqa: E702  # fmt: skip
+        z = z * n
+        other = z.sum()
+    assert tfnb.run(loss, {x: MORE}) == MORE.sum() / 4 and tfnb.run(other, {z: MORE}) == MORE.sum() * 3
+    assert tfnb.run([twice, more], {y: MORE}) == [MORE.sum() * 2, MORE.sum() * 5]
+
+
+def test_of_two_placeholders_of_a_name_the_later_one_is_fed() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(X)
+        old = x.sum()
+        x = tfnb.placeholder(Y)
+        x = x * 3
+        loss = x.sum()
+    assert tfnb.run(loss, {x: MORE}) == MORE.sum() * 3
+    assert old is not None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tfnb.errors import InvalidArgument, NoGradient, ShapeError, ensure_type
+from tfnb.errors import InvalidArgument, NoGradient, ShapeError, Unsupported, ensure_type
 from tfnb.gradients.arguments import differentiable, entries_of, listed, seed
 from tfnb.gradients.decompose import decomposition
 from tfnb.gradients.derived import derived_rule, has_formula
@@ -48,6 +48,7 @@ from tfnb.recording.values.tape import FROZEN, LEAF
 from tfnb.recording.values.workspace import Derivative
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
+_ALIAS = "aten.alias.default"
 _STRAIGHT = frozenset({"no_grad", "in_place"})
 _LARGE = 1 << 20  # bytes; below, a dense gradient of some rows is not worth a word
 
@@ -193,7 +194,10 @@ class Walk:
     def run(self, nodes: Sequence[Node], seeds: Iterable[tuple[Value, torch.Tensor]]) -> None:
         """Send the cotangents ``seeds`` backwards through ``nodes``."""
         self.reach(nodes)
+        behind = _behind_steps(nodes)
         for value, dy in seeds:
+            if value in behind:
+                raise _behind_a_step(behind[value])
             self._send(value, dy)
         for node in reversed(nodes):
             dys = [self._through(node, i) for i in range(len(node.outputs))]
@@ -459,6 +463,29 @@ def ways(node: Node) -> tuple[Value, ...]:
     if _has_own_rule(node):
         return node.inputs[: len(node.attrs["args"])] if node.op == WITH_GRADIENT else node.inputs
     return () if node.op in NOGRAD or "update" in node.tags else node.inputs
+
+
+def _behind_steps(nodes: Iterable[Node]) -> dict[Value, Node]:
+    """The values that are computed from Parameters as an optimizer's step left them, inside of a loop or branch, with
+    the step. Elsewhere a Parameter is read anew behind a step.
+    """
+    found: dict[Value, Node] = {}
+    for node in nodes:
+        is_left = "update" in node.tags or (node.op == _ALIAS and LEAF in node.tags)
+        step = node if is_left else next((found[value] for value in ways(node) if value in found), None)
+        if step is not None:
+            found |= {node.value(i): step for i, spec in enumerate(node.outputs) if flows(spec.dtype)}
+    return found
+
+
+def _behind_a_step(node: Node) -> Unsupported:
+    """The error of a gradient of Parameters through the values that a step left inside of the same loop or branch."""
+    at = f" at {node.source}" if node.source is not None else ""
+    return Unsupported(
+        f"a gradient is taken of what a loop or branch computes behind the step of an optimizer inside of it{at}: "
+        "compute it below the loop or branch, where the Parameters have the values of the step",
+        node=node.name,
+    )
 
 
 def _conducting(node: Node) -> int | None:

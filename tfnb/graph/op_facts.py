@@ -204,7 +204,7 @@ def facts(op: Op) -> Facts:
         writes=tuple(is_written),
         returns_written=tuple(written(r) for r in schema.returns),
         is_view=is_view and not is_written,
-        is_view_copy=torch.Tag.view_copy in op.tags,
+        is_view_copy=torch.Tag.view_copy in op.tags and "_copy" in op.name(),  # not slice_scatter, which has the tag
         is_reshaping=torch.Tag.inplace_view in op.tags,
         # kept whole only where it draws no dropout: see tfnb.recording.overrides.recurrent_cells
         is_random=torch.Tag.nondeterministic_seeded in op.tags and "whole" not in said,

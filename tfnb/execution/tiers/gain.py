@@ -81,7 +81,7 @@ class Gain:
 class ExpectedSteps:
     """The further steps of a program: what a caller ``announced``, else as many as were taken.
 
-    taken: steps with feeds of any size.
+    taken: steps with feeds of all sizes about which it was not yet decided.
 
     >>> ExpectedSteps(taken=400).after(300), ExpectedSteps(lambda: 1000, taken=400).after(300)
     (300, 750.0)

@@ -58,14 +58,14 @@ class StepProfile:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.turns: list[CallTimer] = []
+        self.turns: list[dict[fx.Node, tuple[float, int, int]]] = []  # numbers alone: a timer holds feeds and results
         self.commits: list[float] = []  # seconds of the commits of the same steps
 
     def forward(self, *args: object) -> Sequence[Any]:
         """Computes a step as ``program.forward`` does, with a clock around each call."""
         timer = CallTimer(self.program.module)
         outs: Sequence[Any] = timer.run(*args)
-        self.turns.append(timer)
+        self.turns.append(timer.calls)
         return outs
 
     def gain(self, calls: Sequence[CallCost]) -> Gain:
@@ -87,13 +87,13 @@ class StepProfile:
         outside = {node: arg.nbytes for node, arg in zip(inputs, args, strict=True) if isinstance(arg, torch.Tensor)}
         for node in graph.find_nodes(op="get_attr"):
             outside[node] = getattr(program.module, str(node.target)).nbytes
-        place = {node: at for at, node in enumerate(turns[0].calls)}
+        place = {node: at for at, node in enumerate(turns[0])}
         returned = {*graph.output_node().all_input_nodes}
         found: list[CallCost] = []
         for node in place:
             owner = program.node_of.get(node.name)
             op = "" if owner is None else owner.op
-            seconds, (_, size, elements) = min(turn.calls[node][0] for turn in turns), turns[-1].calls[node]
+            seconds, (_, size, elements) = min(turn[node][0] for turn in turns), turns[-1][node]
             found.append(CallCost(
                 kind_of(op, node, is_fit=node not in self.unfit), seconds, size,
                 tuple(place[source] for source in node.all_input_nodes if source in place),

@@ -258,7 +258,8 @@ class Sizes:
     def _counted(self, *args: object) -> Sequence[Any]:
         outs = self._clock.of(self.generated, *args)
         self._stepped()
-        if self._clock.total > WORTH_COMPILING and self._steps >= self._asked_at:
+        is_asked = self.forward == self._counted  # else another thread has decided while this step went on
+        if is_asked and self._clock.total > WORTH_COMPILING and self._steps >= self._asked_at:
             self._consider(args)
         return outs
 
@@ -293,10 +294,14 @@ class Sizes:
             gain = profile.gain(calls)
         except Exception as error:  # the step has committed, and is no failure
             if from_signal_handler(error):
+                self.unprofiled()
                 raise
             _LOG.info("not predicted: %s", words(error))
             self._begin(args)
             return
+        except BaseException:  # an interrupt: it is asked again
+            self.unprofiled()
+            raise
         self._cost_ahead = compile_seconds(calls)
         self._choose(gain, args)
 

@@ -46,7 +46,7 @@ def keep_keys(graph: Graph, tape: Tape, names: Mapping[str, Any], before: Keys, 
     """Make tensors of this block feed keys of the placeholders whose names they took over.
 
     before: the keys that names were when the block began. A tensor that has another name, too, or that does not depend
-    on the placeholder, is a key of its own.
+    on the placeholder, is a key of its own. So a state that shifts, ``a, b = b, a + b``, needs names for what it gives.
     """
     made = [node for node in tape.new if node.op == _PLACEHOLDER]
     if not (made or before):
@@ -73,7 +73,7 @@ def _handles(held: object, graph: Graph) -> list[Tensor]:
 
 
 def _bound_first(body: Sequence[ast.stmt], new: Sequence[Node]) -> Keys:
-    """The placeholders that were the first value of each name, by lines of the source. new: nodes of the block."""
+    """The placeholders that each name was bound to last, by lines of the source. new: nodes of the block."""
     keys: Keys = {}
     for _, group in groupby(sorted(_assignments(body), key=_line), _line):  # of a line: semicolons
         statements = list(group)
@@ -81,23 +81,30 @@ def _bound_first(body: Sequence[ast.stmt], new: Sequence[Node]) -> Keys:
         there = [node for node in new if node.source is not None and node.source.line in lines]
         made = [Value(node.id) for node in there if node.op == _PLACEHOLDER]
         is_all = len(made) == len(there)  # a function of the user may make them
-        names = [name for each in statements if is_all or _gives_placeholders(each.value) for name in _targets(each)]
+        plain = [each for each in statements if each.value is not None and _gives_placeholders(each.value)]
+        names = [name for each in plain or (statements if is_all else ()) for name in _targets(each)]
         for place, name in enumerate(dict.fromkeys(names)):
             own = made if len(names) == 1 else made[place : place + 1] if len(names) == len(made) else ()
-            keys.setdefault(name, tuple(own))
-    return {name: own for name, own in keys.items() if own}
+            if own:  # of two placeholders the later one
+                keys[name] = tuple(own)
+    return keys
 
 
-def _assignments(body: Iterable[ast.AST]) -> Iterator[ast.Assign]:
+_Assignment = ast.Assign | ast.AnnAssign | ast.NamedExpr
+
+
+def _assignments(body: Iterable[ast.AST]) -> Iterator[_Assignment]:
     """The assignments of a block, without those of functions and classes that it defines."""
     for node in body:
-        if isinstance(node, ast.Assign):
+        if isinstance(node, _Assignment):
             yield node
+            inner = [] if node.value is None else ast.walk(node.value)
+            yield from (each for each in inner if isinstance(each, ast.NamedExpr))
         elif not isinstance(node, _DEFINITIONS):
             yield from _assignments(ast.iter_child_nodes(node))
 
 
-def _line(statement: ast.Assign) -> int:
+def _line(statement: _Assignment) -> int:
     return statement.lineno
 
 
@@ -127,9 +134,9 @@ def _name(function: ast.expr) -> str:
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
-def _targets(statement: ast.Assign) -> list[str]:
+def _targets(statement: _Assignment) -> list[str]:
     """Names that an assignment binds: of ``x, y = ...`` both, of ``a = b = ...`` those of the first target."""
-    target = statement.targets[0]
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
     parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
     return [part.id for part in parts if isinstance(part, ast.Name)]
 

@@ -28,7 +28,8 @@ _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _WRAPPERS = (MethodType, partial, type(lru_cache(len)), staticmethod, classmethod)
 _STAGED = "__tfnb_converted__"  # attribute of functions that `tfnb.autograph` made
 _ASKING = frozenset({
-    "get", "setdefault", "pop", "hasattr", "getattr", "AttributeError", "KeyError", "LookupError", "Exception", "len",
+    "get", "setdefault", "pop", "hasattr", "getattr", "AttributeError", "KeyError", "NameError", "LookupError",
+    "Exception", "len",
 })  # fmt: skip
 _SAMPLES = "placeholder"  # a function whose arguments are samples: what they are made of is no part of the graph
 

@@ -515,7 +515,7 @@ class PythonReads:
 
     def _changed_parts(self, state: _State) -> Iterator[str]:
         """The paths of the parts that the block changed, so that the next call would find other ones."""
-        if state.before is MISSING and not state.read.attribute:
+        if state.before is MISSING and not state.read.attribute and not self._asks:
             return  # a global name that was not there: the block set it before it read it
         now = state.namespace.at(state.read)
         is_tensor = now is state.before and isinstance(now, torch.Tensor)  # in place: that is noted there

@@ -236,7 +236,8 @@ class Savepoint:
         self._restore(gone)
         recorder.space.release(node for node in made if node.id in gone)
         assigned = [node for node in made if node.op == "tfnb.assign"]
-        steps, buffers = ({n.attrs["variable"] for n in assigned if tag in n.tags} for tag in ("step", "buffer"))
+        kinds = {"step", LEAF}, {"buffer"}  # LEAF: of the writes behind branches inside
+        steps, buffers = ({n.attrs["variable"] for n in assigned if n.tags & kind} for kind in kinds)
         return Region(nodes, inputs, list(resolved), final, guards, moved, steps, buffers, self.rebound, self.undo)
 
     def _inner_guards(self) -> list[Guard]:
@@ -281,7 +282,8 @@ def _parted(
             same[node.value()] = same.get(node.inputs[0], node.inputs[0])
             continue
         if node.op == "tfnb.assign":  # a node stays, which keeps gradients from what it wrote
-            node = replace(node, op="aten.alias.default", attrs={"self": Ref(0)}, tags=frozenset({"no_grad"}))
+            tags = frozenset({"no_grad"}) | (node.tags & {LEAF})
+            node = replace(node, op="aten.alias.default", attrs={"self": Ref(0)}, tags=tags)
         if node.op == "tfnb.group":
             continue
         if node.op == "tfnb.placeholder" and node.id not in inputs:
@@ -519,7 +521,7 @@ def write_back(
     for base, tensor in sorted(zip(bases, tensors, strict=True), key=is_trained):
         after = slots if is_trained((base, tensor)) else ()
         tags = recorder.tape.marks.tags | ({"buffer"} if base.variable in buffers else set())
-        tags |= {LEAF} if is_trained((base, tensor)) else set()
+        tags |= {LEAF} if base.variable in stepped else set()
         control = (*recorder.tape.marks.control, *after)
         with torch.enable_grad(), recorder.tape.marked(control=control, tags=tags):  # what was written says what passes
             rebound = next((region.rebound[base] for region in regions if base in region.rebound), None)
