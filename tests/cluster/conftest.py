@@ -62,6 +62,7 @@ def one_by_one(cluster: Cluster, program: Program, data: Any, **options: Any) ->
 @contextmanager
 def worker_processes(count: int, **options: Any) -> Iterator[Client]:
     """A client of that many, forked from one that has imported what they need: up in seconds."""
+    gc.collect()  # queues of tests before, which may ask for servers that are not here
     settings = {
         "distributed.deploy.lost-worker-timeout": "24h",  # so long after a death a worker that is starting is closed
         "distributed.worker.multiprocessing-method": "forkserver",
