@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,17 @@ from tests.cluster.test_queues_on_servers import _waiting, fifo, until
 from tests.state.test_queues import in_thread
 from tfnb.cluster.wire.messages import GIVEN_UP
 from tfnb.errors import ParameterServerLost
+from tfnb.graph import resources
+from tfnb.state.queue_operations import QueueHandle
 
 pytestmark = pytest.mark.filterwarnings("ignore:still waiting", "ignore:.* was lost")
+
+
+@pytest.fixture(autouse=True)
+def no_queue_asks_for_a_server_of_a_later_test() -> Iterator[None]:
+    yield
+    for queue in resources.all_of(QueueHandle):
+        queue.drop("its test is over")
 
 
 def dequeuing_step(queue: Any) -> Callable[..., Any]:

@@ -380,3 +380,11 @@ def test_a_step_on_a_task_finds_a_queue_that_was_made_just_now(connect, monkeypa
     tfnb.QueueRunner(queue, tfnb.Source(range(3), name="few"))
     session = tfnb.Session(graph)
     assert [float(session.run(got, timeout=60)) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_queue_that_is_no_more_asks_for_no_server(connect) -> None:
+    with tfnb.record(), tfnb.device("ps:7"):
+        queue = fifo("gone")
+    queue.enqueue(1.0)
+    queue.drop("nobody wants it")
+    assert connect(2).tasks == ("task:0", "task:1")

@@ -48,7 +48,8 @@ class QueueHomes:
 
         Raises InvalidArgument for a queue that asks for another server than there is, before any of them moves.
         """
-        queues = [queue for queue in resources.all_of(QueueHandle) if isinstance(queue.machine, QueueMachine)]
+        every = resources.all_of(QueueHandle)
+        queues = [queue for queue in every if isinstance(queue.machine, QueueMachine) and not queue.gone]
         for queue in queues:
             self._asked(queue)
         HOMES.append(self._home)
