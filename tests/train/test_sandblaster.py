@@ -405,7 +405,15 @@ def test_a_direction_that_is_no_descent_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"epochs": 2}, {"resume": True}, {"validation": []}, {"check": "nan"}, {"microbatches": 2}, {"exact": True}],
+    [
+        {"epochs": 2},
+        {"resume": True},
+        {"validation": []},
+        {"check": "nan"},
+        {"microbatches": 2},
+        {"exact": True},
+        {"checkpoint_every": 5.0},
+    ],
 )
 def test_options_that_it_does_not_take_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="takes no"):

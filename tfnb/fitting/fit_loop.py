@@ -69,7 +69,7 @@ _PLAIN = "generated code"  # needs no word
 MINIMIZING = ("feeds", "steps", "batch_size", "watch", "callbacks", "timeout", "progress_after")  # with Sandblaster
 NOT_MINIMIZING = (
     "epochs", "validation", "backup", "staleness", "resume", "check", "exact", "microbatches", "schedule", "replicas",
-    "checkpoint", "restarts", "memory_budget", "allow_plain_collectives",
+    "checkpoint", "checkpoint_every", "restarts", "memory_budget", "allow_plain_collectives",
 )  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def fit(
     `tfnb.train.Downpour`: ``"async"`` that pushes sums of gradients, and fetches Parameters, after so many steps.
     `tfnb.train.Sandblaster`: L-BFGS over all rows. ``fetch`` is the loss itself, ``steps`` iterations (20), and
     ``batch_size`` the rows of a portion (256); it takes ``feeds``, ``watch``, ``callbacks``, ``timeout`` and
-    ``progress_after`` besides.
+    ``progress_after`` besides; all rows count in each evaluation, so ``shuffle`` and ``seed`` change nothing.
 
     Raises InvalidArgument or ShapeError for data that does not fit, before anything runs; DeadlineExceeded after
     ``timeout``; KeyboardInterrupt when interrupted. Variables are then at a whole number of steps.

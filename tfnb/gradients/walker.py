@@ -469,10 +469,11 @@ def _behind_steps(nodes: Iterable[Node]) -> dict[Value, Node]:
     """The values that are computed from Parameters as an optimizer's step left them, inside of a loop or branch, with
     the step. Elsewhere a Parameter is read anew behind a step.
     """
+    nodes = tuple(nodes)
+    steps = {node for node in nodes if "update" in node.tags or (node.op == _ALIAS and LEAF in node.tags)}
     found: dict[Value, Node] = {}
-    for node in nodes:
-        is_left = "update" in node.tags or (node.op == _ALIAS and LEAF in node.tags)
-        step = node if is_left else next((found[value] for value in ways(node) if value in found), None)
+    for node in nodes if steps else ():
+        step = node if node in steps else next((found[value] for value in ways(node) if value in found), None)
         if step is not None:
             found |= {node.value(i): step for i, spec in enumerate(node.outputs) if flows(spec.dtype)}
     return found

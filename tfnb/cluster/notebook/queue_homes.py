@@ -70,7 +70,11 @@ class QueueHomes:
         return next((cause for queue in queues if (cause := machine_of(queue).cause) is not None), None)
 
     def places(self, queues: Iterable[Queue]) -> dict[Queue, tuple[int, str]]:
-        """Shard and key of each queue, made on a server first if it is new. Raises FailedPrecondition."""
+        """Shard and key of each queue, made on a server first if it is new.
+
+        Raises FailedPrecondition for a queue of another cluster, Aborted while this cluster closes, and
+        ParameterServerLost after the loss of a server.
+        """
         found = {}
         for queue in queues:
             machine_of(queue)

@@ -283,7 +283,7 @@ class RemoteQueue:
 
     def ensure_made(self) -> None:
         """Wait until the server has the queue: tasks and questions go beside the act that makes it, and must not
-        overtake it. Raises Unavailable.
+        overtake it. Raises Unavailable after `CONFIRM` seconds, and the error of the channel for a lost server.
         """
         if self._is_made or self.heir is not None:
             return
