@@ -30,7 +30,7 @@ class TorchFunction(NamedTuple):
 def _listed(function: Callable[..., None], foreach: bool | None = True) -> Callable[..., None]:
     """A function that knows foreach kernels, and does not wait for a device where all state lies there.
 
-    foreach: None is torch's choice by device, for one whose two ways round in other places.
+    foreach: None is torch's choice by device, for a rule whose foreach and plain versions round differently.
     """
 
     def call(ws: Column, grads: Column, *slots: Column, **settings: Any) -> None:

@@ -31,9 +31,9 @@ def while_loop(
     """The carried values after the last iteration, the number of iterations (int64, on the CPU), and the rows, stacked
     or packed.
 
-    See `tfnb.graph.subgraph` for the meaning. draws: each iteration gets a random number of its own;
-    replicas: that of the replica of a step at the place of the iteration, by the place of the first iteration and the
-    distance between two. rows: of each what one is, or a column that takes them.
+    See `tfnb.graph.subgraph` for the meaning. draws: each iteration has a position of its own in random streams.
+    replicas: (first, distance): iteration i draws as microbatch ``first + i * distance`` of the step. rows: for each
+    output that is stacked the shape, dtype and device of a row, or a column that collects the rows.
     """
     lengths, sequences = zip(*(rows_of(x, reverse=reverse) for x in xs), strict=True) if xs else ((), ())
     limit = min([*lengths[:1], *([] if limit is None else [limit])], default=None)
@@ -216,8 +216,8 @@ def _fake_weighted(total: torch.Tensor, value: torch.Tensor, weight: torch.Tenso
 def add_weighted(total: torch.Tensor, value: torch.Tensor, weight: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """``total + weight * value``; a value that weighs nothing adds nothing, whatever it is.
 
-    weight, seen: numbers on the CPU; ``seen`` is 0 as long as nothing had a weight: the result is then the value alone,
-    so that a mean of nothing is what its parts are, perhaps NaN.
+    weight, seen: numbers on the CPU; ``seen`` is 0 as long as nothing had a weight: the result is then ``weight *
+    value``, or the value itself if it weighs nothing, too: a mean of nothing is what its parts are, perhaps NaN.
 
     >>> one, none = torch.tensor(1.0), torch.tensor(0.0)
     >>> add_weighted(torch.tensor([3.0]), torch.tensor([torch.nan]), none, one)

@@ -103,7 +103,7 @@ class MemoryBudget:
         return True
 
     def keep(self, bytes: int) -> bool:
-        """Keep ``bytes`` of held memory as states to rerun iterations from; False if too much."""
+        """Count ``bytes`` of held memory as kept for reruns; False above the `STATES`-th part of the budget."""
         if (self.states + bytes) * STATES > self.bytes:
             return False
         self.states += bytes

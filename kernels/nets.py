@@ -222,9 +222,7 @@ def _backward(net: Net, wanted: Sequence[bool], dys: Sequence[Tensor | None], ou
 
 
 def lstm(*args: object) -> tuple[Tensor, Tensor, Tensor]:
-    """`aten.lstm.input`, without grad mode, under which oneDNN would save values for autograd, many times
-    the output.
-    """
+    """`aten.lstm.input` under no_grad: in grad mode oneDNN would save values for autograd, many times the output."""
     with torch.no_grad():
         return aten.lstm.input(*args)
 

@@ -71,7 +71,9 @@ class RowStack:
         self.due = self._granted()
 
     def _plan(self, iteration: int) -> None:
-        """How many iterations leave together and at once, and whether they run again. iteration: bytes of one or 0."""
+        """Choose how many iterations form a block, how many leave as soon as they are made (``beyond``), and whether
+        blocks are recomputed or moved. iteration: bytes of one iteration, 0 if unknown.
+        """
         budget, iterations = self.budget, self.iterations
         span = max(1, budget.bytes // (6 * iteration)) if iteration else 1
         fits = not iteration or (iterations is not None and iterations * iteration <= budget.free)
@@ -86,7 +88,7 @@ class RowStack:
             self.beyond = min(iterations, -(-beyond // iteration))
 
     def _held(self) -> bool:
-        """Hold the states from which iterations are rerun; False if there is no room for all."""
+        """Reserve the bytes of the loop's inputs that reruns need; False if there is no room for them."""
         return self.budget.keep(self.held) and self._tried(self.budget.take, self.held)
 
     # -- forward --------------------------------------------------------------------------------------------------
@@ -263,7 +265,9 @@ class RowStack:
 
 
 class _Reading:
-    """A loop that takes the rows of a stack. back: from the last iteration to the first; last: no other loop will."""
+    """One loop's pass over the rows of a stack, such as that of its backward loop. back: from the last iteration to the
+    first; last: no other loop reads them, so they are freed.
+    """
 
     def __init__(self, stack: RowStack, *, back: bool, last: bool) -> None:
         self.stack, self.back, self.last = stack, back, last

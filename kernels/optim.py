@@ -12,8 +12,9 @@ They are bitwise equal: the op is the twin run on copies.
 the slots that are shaped like it: ``grad`` holds the gradients of the distinct rows ``indices``. Its in-place twin
 takes rows ``(w, grad, *slots, indices)`` and touches, and copies, nothing else of a table.
 
-The formulas are those of torch 2.13, by its fused kernels. Those run through memory in order and check
-neither shapes nor strides: what can fail is checked, and what needs memory is allocated, before a write.
+The formulas are those of torch 2.13, by its fused kernels where it has some (not for adadelta and rmsprop). Those run
+through memory in order and check neither shapes nor strides: what can fail is checked, and what needs memory is
+allocated, before a write.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ NUMBERS = frozenset({"aten.index_copy.default"})
 
 
 def outside(table_rows: int, where: Any) -> int | None:
-    """The first of the rows that are not there, of so many; None where all are."""
+    """A row number that is out of bounds: the smallest if that is negative, else the largest; None if there is none."""
     if isinstance(where, int):
         return None if 0 <= where < table_rows else where
     if where.numel() == 1:

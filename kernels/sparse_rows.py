@@ -21,7 +21,9 @@ def _fake_slices(values: Tensor, indices: Tensor, rows: int) -> tuple[Tensor, Te
 
 @op("(Tensor values, Tensor indices, SymInt rows) -> (Tensor values, Tensor indices)", _fake_slices)
 def slices(values: Tensor, indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Entries in a row: values [*I, ...] as [n, ...], indices [*I] as int64 [n], negative ones counted from the end."""
+    """Flatten the axes of indices: values [*I, ...] to [n, ...], indices [*I] to int64 [n], negative ones counted from
+    the end.
+    """
     flat = indices.reshape(-1).long()
     entries = values.reshape([flat.shape[0], *values.shape[indices.dim() :]])
     return entries.clone(memory_format=torch.contiguous_format), torch.where(flat < 0, flat + rows, flat)

@@ -21,8 +21,8 @@ _FIRST, _LARGEST = 32 << 20, 1 << 30  # bytes of the first file, and of later on
 class SpillFile:
     """A pool of memory in files: freed memory is reused by later runs. Shared between threads.
 
-    A file is as large as all before it, so that a process does not run out of open files. lag: seconds by which copies
-    were late; who copies decides.
+    A file is as large as all before it, but at least 32 MiB and at most 1 GiB, so that a process does not run out of
+    open files. lag: seconds by which copies were late; who copies decides.
     """
 
     def __init__(self) -> None:

@@ -129,7 +129,7 @@ def _forget(formatter: Any, name: str) -> None:
 def _show_short(
     shell: InteractiveShell, kind: type, error: BaseException, traceback: TracebackType | None, tb_offset: Any = None
 ) -> list[str]:
-    """Show a tfnb error, or an interrupt, without tfnb's own frames."""
+    """Show a tfnb error, an OSError or an interrupt without tfnb's own frames."""
     if not _loaded[id(shell)].full_tracebacks:
         shorten(error)
     shell.showtraceback((kind, error, error.__traceback__), tb_offset=tb_offset)

@@ -76,10 +76,11 @@ class TfnbMagics(RunMagics):
     def tfgraph(self, line: str, cell: str | None = None) -> Any:
         """Record a cell into a graph, or look at graphs.
 
-        Cell form: the body is ordinary PyTorch, run at once on samples; a last expression becomes Out[n]. Each run
-        decides its control flow. -o stores the graph. Line form: show (default), ls, rm [In[n]], clear --yes, export
-        FILE; refresh: records cells again that lost nodes by an edit above them, or whose modules have changed; on:
-        the cells below are recorded, too, but those that start with a magic; off ends that.
+        Cell form: the body is ordinary PyTorch, run at once on samples; a last expression becomes Out[n]. ``if``,
+        ``while`` and ``for`` on tensors become part of the graph, and each run decides them anew; other Python
+        statements run once, now. -o stores the graph. Line form: show (default), ls, rm [In[n]], clear --yes, export
+        FILE; refresh: records cells again that lost nodes by an edit above them, or whose modules have changed; on: the
+        cells below are recorded, too, but those that start with a magic; off ends that.
 
             %%tfgraph digits -i images:B,1,8,8
             %tfgraph digits export digits.svg
@@ -274,7 +275,8 @@ class TfnbMagics(RunMagics):
         argument("--no-show", action="store_false", dest="show", default=None, help="do not draw"),
     )
     def tfgrad(self, line: str, cell: str | None = None) -> Any:
-        """Add the gradient nodes of LOSS to its graph; returns {variable name: gradient}.
+        """Add the gradient nodes of LOSS to its graph; returns {variable name: gradient}, without variables that LOSS
+        does not depend on.
 
         %tfgrad loss
         %tfgrad loss conv.* -o grads

@@ -24,7 +24,7 @@ class RunMagics(SharedMagics):
 
     @magic(
         argument("what", nargs="*", metavar="EXPR", help="names or patterns; NAME:hist for a histogram"),
-        argument("--every", type=int, metavar="K", help="look at each K-th run (at most 4 times a second)"),
+        argument("--every", type=int, metavar="K", help="look at each K-th run; else as often as takes little time"),
         argument("--hist", action="store_true", help="histograms of all"),
         argument("--stop", action="store_true", help="look no more"),
     )

@@ -1,4 +1,6 @@
-"""A small table with HTML and text reprs of equal facts: the result of %tfvars and %tfgraph ls. Imports no room."""
+"""A small table with HTML and text reprs of equal facts: the result of %tfvars, %tfload, %tfbudget and %tfgraph ls.
+Imports no room.
+"""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ def doctor(address: str | None = None, *, seconds: float = SECONDS) -> DoctorRep
     """Check everything that tfnb needs and can use here, within ``seconds``.
 
     address: of a Dask scheduler, whose workers are asked for their versions; without one a cluster of two processes is
-    started here, and ended. A check without an answer in time has the state ``"?"``. Raises InvalidArgument for a wrong
-    address or time.
+    started here, and ended. A check without an answer in time has the state ``"?"``. Raises InvalidArgument for an
+    address that is no text, and for a time that is not positive; where nobody answers, the check FAILS.
     """
     return DoctorReport(tuple(findings(address, seconds=seconds)))
 

@@ -183,7 +183,9 @@ class Watch:
         return now >= self._next if self.every is None else step % self.every == 0 and self._next < math.inf
 
     def _pause(self, extra: float, least: float) -> None:
-        """The next look comes when one is a small part of the time; the first one also made its code."""
+        """Set the time of the next look, so that looks take at most `SHARE` of the time; the first look is not
+        measured, as it includes lowering.
+        """
         self._extra = [*self._extra, extra][-5:] if self._looks else []
         self._looks, self._to_time = self._looks + 1, TIMED
         self._next = time.perf_counter() + max(least, LEAST, median(self._extra or [0.0]) / SHARE)
@@ -286,7 +288,8 @@ def watch(
 
     In a notebook the picture appears at once and is renewed in place (show). Another call for the graph ends the one
     before; without arguments it gives that. Raises NotFound, with near names, for what is not in the graph. Raises
-    InvalidArgument for ``every`` below 1, and for anything else than a tensor, Variable or name.
+    InvalidArgument for ``every`` below 1, for more than 32 matches, and for anything else than a tensor, Variable or
+    name; NotFound without arguments where nothing is watched.
 
     >>> import tfnb
     >>> with tfnb.record("watched"):

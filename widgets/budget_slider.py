@@ -11,7 +11,7 @@ import ipywidgets
 class BudgetSlider:
     """A slider of labels with a picture below it, as a function of the place makes it; the chosen one is redrawn.
 
-    A front end without widgets, and a saved notebook, show the first picture.
+    A front end without widgets, and a saved notebook, show the picture that it began with.
     """
 
     def __init__(self, labels: Sequence[str], picture: Callable[[int], str], at: int = 0) -> None:

@@ -24,8 +24,8 @@ Curve = Sequence[Mapping[str, float]]  # ``step`` and the metrics there
 class ProgressPanel:
     """Shows how far a run is.
 
-    total: steps, or None if that is not known. label: what is running. stream: where the line goes if there is no
-    notebook; standard output by default.
+    total: steps, or None if that is not known. label: what is running. stream: where a line goes, also in a notebook;
+    None: the notebook's panel or, without a notebook, a line on standard output.
 
     >>> import io
     >>> out = io.StringIO()

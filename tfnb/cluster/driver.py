@@ -2,6 +2,8 @@
 
 While a cluster is connected its servers own the values of the variables that ran there. A variable moves to the servers
 at its first use by a run or fit; `Cluster.pull` copies values to the notebook, and `Cluster.close` returns ownership.
+The storages here are current after `pull`, in ``state_dict``, where a training stands still, at the end of `fit`, and
+after `close`.
 Work that Ctrl-C must not interrupt happens in the client's event loop, for which this thread only waits.
 """
 
@@ -94,9 +96,9 @@ def connect(
     ``ps="stages"``: each task is a parameter server, too, and the first ``fit(mode="pipeline")`` of a graph moves the
     Variables of each stage, with their optimizer slots, to its task, so that neither they nor their gradients travel;
     for other steps the tasks are ordinary servers. Losing a task is then losing a server. workers: so
-    many are waited for, default ``ps + 1``; where ``ps`` leaves no compute task, half of them become servers, which
-    hold the ``ps`` shards round robin. resources: only workers that Dask knows to have so much are taken, such as
-    ``{"GPU": 1}``; workers that are started here have it. security:
+    many are waited for, default ``ps + 1``, without ``ps`` one, for stages two; where ``ps`` leaves no compute task,
+    half of them become servers, which hold the ``ps`` shards round robin. resources: only workers that Dask knows to
+    have so much are taken, such as ``{"GPU": 1}``; workers that are started here have it. security:
     a `distributed.Security` for tls:// addresses. insecure: allow a plain address on another machine. timeout in
     seconds for everything; after two seconds it says which workers are up. Of a cluster that is started here, threads:
     of each worker (one); memory: the limit of each worker, bytes or text such as ``"2GB"``; dashboard: Dask's, whose
@@ -104,7 +106,8 @@ def connect(
     those that tasks send to servers, ``"edges"`` of values that tasks send each other in a step over several of them;
     ``"bfloat16"``, ``"bfloat16_truncated"`` or ``"float16"``. Values of Variables, integers, sums of ``exact=True`` and
     checkpoints are never rounded. Raises Unavailable naming the address,
-    InvalidArgument, InsecureAddress, VersionMismatch, DeadlineExceeded; nothing is left running then.
+    InvalidArgument, InsecureAddress, VersionMismatch, DeadlineExceeded, FailedPrecondition for a worker whose task does
+    not start; nothing is left running then.
     """
     if name is not None:
         raise Unimplemented("connect(name=...): re-attaching to the state of an earlier notebook is not there yet")
@@ -377,7 +380,8 @@ class Cluster:
     def recover(
         self, error: ParameterServerLost, budget: RecoveryBudget, kept: int, end: float | None = None
     ) -> Recovery:  # fmt: skip
-        """Start tasks and servers again after the loss of a server; the values are then those of the last pull.
+        """Start tasks and servers again after the loss of a server. The values are those of the newest complete copy,
+        of other processes or a checkpoint, else of the last pull.
 
         kept: steps of the training that these have seen. Where a server was lost with a queue of which nobody knows
         what it held, ``error`` is raised.
@@ -465,7 +469,9 @@ class Cluster:
         ]
 
     def in_chunks(self, data: Any, timeout: float | None) -> Any:
-        """Data for `ahead`: Dask collections are computed and kept on the workers, and never come here."""
+        """Data for `ahead`: Dask collections are computed and kept on the workers; rows come here where this process
+        drives steps.
+        """
         if not isinstance(data, Mapping):
             return data
         self._waiting.ensure_open()

@@ -36,7 +36,7 @@ def cond(pred: object, true_fn: Callable[..., Any], false_fn: Callable[..., Any]
     of tensors and numbers, of the same dtypes and ranks; an axis of two sizes is of a size that varies. They may use
     any tensor and Variable around them, and what they write to those is written where that branch is taken. A branch
     that returns an optimizer's step takes it there; the other one returns a step or None, and `cond` an Operation that
-    runs what is taken. Outside a recording the function is just called.
+    runs what is taken. Outside a recording, and for a Python bool, the function is just called.
 
     Raises InvalidArgument for branches that return different structures or dtypes, ShapeError for different ranks.
 

@@ -5,8 +5,8 @@ torch's functions (``.grad``, ``requires_grad_``, ``register_hook``, ``backward`
 `backward` is ``torch.autograd.backward`` and ``grad`` over symbolic gradients. `steps` records ``optimizer.step()``.
 `outside` is the error of a ``backward()`` outside of the recording.
 
-Recording does not know this room: importing it registers `autograd_calls.facade` with
-`tfnb.graph.current.extensions`, which holds what every recording opens with.
+Recording knows only the name of this room, which it imports when a block opens: that registers `autograd_calls.facade`
+with `tfnb.graph.current.extensions`, which holds what every recording opens with.
 """
 
 from tfnb.eager.autograd_calls import facade

@@ -35,7 +35,7 @@ class HostCopy(Protocol):
         ...
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Keep a value of the device; the device may reuse its memory afterwards."""
+        """Keep a value of the device. Afterwards nothing writes into the tensor: a copy may keep the tensor itself."""
         ...
 
 

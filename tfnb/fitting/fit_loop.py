@@ -80,9 +80,9 @@ class RunResult:
     ``history`` has one entry for each epoch (pass over the data), also one that was cut short: ``epoch``, ``step`` (the
     last one of it), and for each watched value its mean over the epoch, weighted by rows. ``curve`` has them along the
     way: means over equal numbers of steps, at most 400 points. ``code``: which code ran the steps here at the end, why,
-    and what compiling it cost. ``memory``: with a memory budget, what of it the largest batch kept, and how.
-    ``stopped``: why it ended before all steps were taken; empty if they were. ``checkpoint``: the last file that was
-    written of it.
+    and what compiling it cost. ``memory``: with a memory budget, the memory plan of the step with the largest batch, as
+    text. ``stopped``: why it ended before all steps were taken; empty if they were. ``checkpoint``: the last file that
+    was written of it.
     """
 
     steps: int
@@ -137,20 +137,20 @@ def fit(
     feeds: for the items of an iterable: ``(x, y)`` is fed by the parts of a tuple, ``{"image": x}`` by those of a dict.
     epochs: passes over the data.
     steps: so many steps in all, instead of ``epochs``.
-    batch_size: rows of a step over all tasks, 32 by default.
+    batch_size: rows of a step, 32 by default; where tasks divide a step, of all of them together.
     shuffle, seed: another order of the rows in each epoch; the same seed, the same orders.
-    watch: scalars to follow, or a dict of names; by default the scalars among the fetches, ``()`` for none.
-    validation: data over which the watched values are computed after each epoch, for the history: ``val_...``.
-    callbacks: functions of a `tfnb.train.Progress` after each epoch, or objects with ``on_step`` or ``on_epoch``.
-    mode: how the tasks of a connected cluster work together, below.
+    watch: scalars to follow, or a dict of names; by default the scalars among the fetches, ``()`` for none. validation:
+    data over which the watched values are computed after each epoch, for the history: ``val_...``. callbacks: functions
+    of a `tfnb.train.Progress` after each epoch, or objects with ``on_step`` or ``on_epoch``. mode: how the tasks of a
+    connected cluster work together, below.
     backup: so many tasks are spare in mode ``"sync"``: no step waits for the slowest.
     staleness: so many steps at most is a task ahead of the slowest one in mode ``"bounded"``.
     resume: True goes on with the training that ended early here, a path with that of the file, or folder of files.
     check: ``"nan"`` stops at a step that would write NaN or infinite numbers, and names the op and line.
-    exact: True: tasks take the step of one machine for any loss; None: for one that is no mean; False: for none.
-    microbatches: so many ranges of rows does a step take one after the other; ``"auto"`` for a ``memory_budget``.
-    schedule: of mode ``"pipeline"``: ``"1f1b"`` holds few activations, ``"gpipe"`` those of all microbatches.
-    replicas: so many copies of a pipeline share the microbatches of a step.
+    exact: True: tasks sum in mid-step, so that any loss gives the step of one machine; None: if it is no mean; False:
+    never. microbatches: ranges of rows into which a step is divided, computed one after the other, with one update;
+    ``"auto"`` for a ``memory_budget``. schedule: of mode ``"pipeline"``: ``"1f1b"`` holds few activations, ``"gpipe"``
+    those of all microbatches. replicas: so many copies of a pipeline share the microbatches of a step.
     checkpoint: a folder, its fsspec URL, or a `tfnb.train.Saver`, where the training is saved meanwhile and at its end.
     checkpoint_every: seconds.
     restarts: so often in ten minutes a training goes on by itself after a parameter server was lost.
@@ -173,8 +173,10 @@ def fit(
     ``batch_size`` the rows of a portion (256); it takes ``feeds``, ``watch``, ``callbacks``, ``timeout`` and
     ``progress_after`` besides; all rows count in each evaluation, so ``shuffle`` and ``seed`` change nothing.
 
-    Raises InvalidArgument or ShapeError for data that does not fit, before anything runs; DeadlineExceeded after
-    ``timeout``; KeyboardInterrupt when interrupted. Variables are then at a whole number of steps.
+    Raises InvalidArgument or ShapeError for arrays and options that do not fit, before anything runs, and for a later
+    item of an iterable when it comes; NotFound for a key that the graph lacks, FailedPrecondition for nothing to
+    resume; DeadlineExceeded after ``timeout``; KeyboardInterrupt when interrupted. Variables are then at a whole number
+    of steps.
 
     >>> import tfnb, torch
     >>> layer = torch.nn.Linear(2, 1)

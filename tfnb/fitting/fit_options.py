@@ -34,7 +34,7 @@ SAYS: Mapping[type, str] = {
 def watched_by(watch: Fetches | None, fetch: Fetches, session: Session) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """Names and fetches of the watched values: by default the scalars of ``fetch``.
 
-    Raises ShapeError for what is no scalar.
+    Raises ShapeError for what is no scalar, InvalidArgument for what has no value.
     """
     if watch is None:
         named = list(_scalars(fetch, session))
@@ -111,7 +111,10 @@ def _is_value(session: Session, name: str) -> bool:
 
 
 def begin(session: Session, resume: object) -> int:
-    """Steps that were taken before."""
+    """The number of steps taken before; with a path the file is restored.
+
+    Raises InvalidArgument and FailedPrecondition.
+    """
     if resume is False or resume is None:
         return 0
     if resume is True and session.state.inputs.training is not None:  # an interrupt came before it was put away

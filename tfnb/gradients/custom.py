@@ -23,10 +23,10 @@ from tfnb.recording.subgraphs.own_gradient import OwnRule, attach, floats, writt
 def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function with a gradient of its own: ``fn`` returns ``(ys, grad_fn)``, a call returns ``ys``.
 
-    ``grad_fn`` gets one cotangent for each floating tensor in ``ys`` and returns one entry for each floating tensor
-    among fn's arguments, in order: a tensor, or None where nothing flows. What it computes is recorded, so it can be
-    differentiated again, also through values that fn computed. Nothing flows to tensors that fn uses without being
-    given them. Outside a recording it is a torch.autograd.Function.
+    ``grad_fn`` gets one cotangent for each floating or complex tensor in ``ys``, and returns one entry for each such
+    tensor among fn's arguments, in order: a tensor, or None where nothing flows. What it computes is recorded, so it
+    can be differentiated again, also through values that fn computed. Nothing flows to tensors that fn uses without
+    being given them. Outside a recording it is a torch.autograd.Function.
 
     Raises InvalidArgument when fn does not return a pair or grad_fn a wrong number of entries, ShapeError for an entry
     of a wrong shape. In a recording it raises Unsupported if ``fn`` writes into an argument.
@@ -136,8 +136,8 @@ def gradient_override(rules: Mapping[Any, RuleFunction]) -> Iterator[None]:
     such as ``"aten::relu"``. A composite op that is overridden is recorded whole. Inner scopes win. What gradients
     themselves record keeps the usual rules, so a second derivative is that of the rule's code.
 
-    Raises NotFound for an unknown op, InvalidArgument for one that writes in place (override its out-of-place twin),
-    FailedPrecondition outside a recording.
+    Raises NotFound for an unknown op, InvalidArgument for one that writes in place (override its out-of-place twin) or
+    writes running statistics, FailedPrecondition outside a recording.
 
     >>> import torch, tfnb
     >>> with tfnb.record():

@@ -3,7 +3,7 @@
 torch's optimizers leave a Parameter without gradient as it is, and its state: a gradient of zeros would move it by the
 momentum of earlier steps, or by weight decay. Presence is None where no path leads, True where one leads in every run,
 else a recorded truth value, made of the predicates of the branches on the way. A loop whose count a run decides may
-have no iteration; branches inside of a loop's body are taken to be taken, which is noted.
+have no iteration; a branch inside a loop's body counts as taken, and a note says so.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """IndexedSlices: a gradient with values for some rows of a table, and its operations.
 
 A row named twice gets the sum. `CLOSED` is the table of what keeps the form: linear maps act on the entries as they
-are; a map f with f(0) = 0 acts on the distinct rows, after `coalesce`. Everything else needs `to_dense`, which is
-never done silently: the node is tagged ``densified``, and the recording notes the line and the bytes.
-Works on recorded and on plain tensors. Imports recording.
+are; a map f with f(0) = 0 acts on the distinct rows, after `coalesce`. Everything else needs `to_dense`, which no
+operator calls by itself: the node is tagged ``densified``, and the recording notes the line and the bytes. Within a
+backward pass cotangents of values that are no tables become dense without a note. Works on recorded and on plain
+tensors. Imports recording.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ class IndexedSlices:
     def canonical(self) -> IndexedSlices:
         """The same entries with row numbers from 0, as the outputs of one node.
 
-        By that node others know that the two belong together. Where it is cut between tasks, the entries of all of them
-        come behind each other, so rows count as distinct no longer.
+        By that node others know that the two belong together. If data-parallel tasks divide the rows, their entries are
+        concatenated, so the result no longer counts as coalesced.
         """
         v, i = self.values, self.indices
         if isinstance(v, Tensor) and isinstance(i, Tensor) and v.node is i.node and v.node.op == "tfnb.slices.default":

@@ -15,7 +15,8 @@ from tfnb.recording.values.recording import Recording
 def plus(recorder: Recording, total: torch.Tensor, dx: Any) -> torch.Tensor:
     """``total + dx``; rows that an iteration read at several places are added one after the other.
 
-    So `tfnb.passes.simplify` adds each to the rows that there are: to add them to each other takes a whole tensor.
+    So `tfnb.passes.simplify` can scatter each summand into the running total; adding the summands first would make a
+    dense tensor.
     """
     parts = list(_summands(recorder, dx.shown.value)) if isinstance(dx, Tensor) else []
     if len(parts) < 2 or not any(recorder.node(part.node).op == "aten.index_add.default" for part in parts):

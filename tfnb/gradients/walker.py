@@ -64,7 +64,9 @@ def gradients(
     that is only looked up by row (embedding, index_select, ``w[rows]``) gets `IndexedSlices`, the others tensors; a y
     may be slices, too.
 
-    Raises ShapeError or InvalidArgument for a grad_y that does not fit its y, NoGradient for an op without a rule.
+    Raises ShapeError or InvalidArgument for a grad_y that does not fit its y, InvalidArgument without xs and for ys and
+    xs of several graphs, NoGradient for an op without a rule, Unsupported for values behind an optimizer's step in a
+    loop.
 
     >>> import tfnb
     >>> with tfnb.record() as g:

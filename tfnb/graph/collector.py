@@ -1,7 +1,7 @@
 """Python's collector of cycles, while many objects are made that stay.
 
-Each so many of them it would look at all objects of the process: a third of the time of making a long graph, and the
-longest stall of the steps that go on while another thread compiles.
+After a certain number of new objects the collector scans all objects of the process: that takes a third of the time of
+making a long graph, and is the longest pause of steps that go on while another thread compiles.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Graph:
 
     @property
     def guards(self) -> tuple[Guard, ...]:
-        """Relations between sizes that every feed must keep."""
+        """Relations between sizes that feeds must keep; a local one only in runs of its own line."""
         return self.contents.guards
 
     def __len__(self) -> int:

@@ -1,8 +1,9 @@
 """A Variable: a persistent tensor with a name and a spec. Data and delegation only.
 
 Locally the value is the storage of the object it was made from (an ``nn.Parameter``, a buffer, or its own tensor), so a
-trained graph is a trained module. While a cluster is connected the value lives in a parameter server, and
-``home`` answers for it. What a write means inside a recording is the recording's business: see `tfnb.graph.current`.
+trained graph is a trained module. Once a run or `fit` on a connected cluster has used it, the value lives on its
+parameter servers until the cluster is closed, and ``home`` answers for it. What a write means inside a recording is the
+recording's business: see `tfnb.graph.current`.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ class Variable:
     another dtype or shape. lazy_init: no value until `initialize`, or until one is assigned; reading raises
     FailedPrecondition. With ``shape`` (and ``dtype``) a lazy initial value may be a function of Variables that are made
     later, and a number is the value of every element: a large table of zeros takes memory only where rows are written.
-    partitions: the number of pieces of rows that servers hold it in, or ``"auto"``, as many as there are servers and
-    pieces of 256 KB; partition_bytes: the most bytes of a piece. By default a piece has at most 64 MB. Here, and in
-    files, it is one. Where an update needs more than its own rows it is not divided.
+    partitions: the number of pieces of rows that servers hold it in, or ``"auto"``, as many as it has pieces of 256 KB;
+    partition_bytes: the bytes that a piece should not exceed, by default 64 MB. A server holds at most one piece: with
+    few servers there are fewer and larger ones. Here, and in files, it is one. Where an update needs more than its own
+    rows it is not divided.
 
     >>> v = Variable(torch.zeros(2), name="v")
     >>> v.assign_add(torch.ones(2))
@@ -179,9 +181,9 @@ class Variable:
         self.request = None
 
     def divide(self, partitions: int | str | None = None, partition_bytes: int | None = None) -> None:
-        """Set the number of row shards on servers, from the next connection on, with the arguments of `Variable`.
+        """Set the number of row shards for the next time that the value moves to servers; arguments as of `Variable`.
 
-        Raises InvalidArgument for more pieces than rows.
+        Raises InvalidArgument for more pieces than rows, for numbers below 1, and for both arguments at once.
         """
         rows = self.shape[0] if self.shape else 1
         if partitions is not None and partition_bytes is not None:
@@ -297,7 +299,9 @@ class Variable:
         return self.kept.numel() * self.kept.element_size() if self.initialized else 0
 
     def drop(self, why: str) -> None:
-        """Drop the value; steps that use the Variable end first, and later ones need a new value."""
+        """Drop the value; steps of other threads that compute with it are stopped with StepAborted, and later ones need
+        a new value.
+        """
         text = f"variable {self.name} was dropped while this step used it: {why}; nothing was written"
         LOCKS.stop(self, lambda stop: StepAborted(text))
         with LOCKS.write(self):
@@ -382,7 +386,7 @@ class Variable:
                 return lazy_memory.clone(self.kept)
 
     def set(self, value: torch.Tensor) -> None:
-        """Write the value at once, wherever the owner is; raises ShapeError for another shape."""
+        """Write the value at once, wherever the owner is; raises ShapeError for another shape or dtype."""
         self._used = time.time()
         if self.home is None:
             self.store(value)
@@ -446,7 +450,8 @@ class Variable:
         """Replace the value; returns the value after the write.
 
         In a recording this is a node, which a run executes that fetches it or what reads it below; outside it happens
-        at once, on a cluster on the servers. Raises ShapeError for a value of another shape: none is broadcast.
+        at once, on a cluster on the servers. Raises ShapeError for a tensor of another shape (none is broadcast) or
+        dtype, InvalidArgument for a number that the dtype cannot hold.
 
         >>> rate = Variable(0.5)
         >>> rate.assign(0.25)
@@ -455,8 +460,9 @@ class Variable:
         return self._write("assign", value)
 
     def assign_add(self, value: object) -> torch.Tensor:
-        """Add ``value``; returns the value after the write. On a cluster a server adds, if it holds the whole
-        Variable.
+        """Add ``value``; returns the value after the write. In a run on a cluster the server adds, if it holds the
+        whole Variable. Outside of a recording the value is read, added to in this process and written back: what a step
+        writes in between is lost.
         """
         return self._write("assign_add", value)
 

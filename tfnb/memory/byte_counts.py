@@ -11,7 +11,8 @@ _TOLD = {"GB": 10**9, "MB": 10**6, "KB": 10**3}
 
 
 def byte_count(size: int | str) -> int:
-    """The bytes that a budget names: an int of at least 1, or text with a unit. Raises InvalidArgument for others.
+    """The bytes that a budget names: an int of at least 1, or text, with a unit or without. Raises InvalidArgument for
+    others.
 
     >>> byte_count("512MB"), byte_count("1.5 KiB"), byte_count("12"), byte_count(4096)
     (512000000, 1536, 12, 4096)

@@ -41,7 +41,7 @@ class LaneClock:
 
 
 class Bar(NamedTuple):
-    """A copy or a task on its lane, from a second to a second."""
+    """A copy or a task on its lane, with its start and end in seconds."""
 
     lane: MoveKind
     subject: DeviceItem | PackTask

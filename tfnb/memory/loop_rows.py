@@ -72,7 +72,7 @@ def kept_by_loops(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, 
 
 
 def working(graph: Graph, fetches: Collection[Value], sizes: Mapping[str, int]) -> int:
-    """Bytes that loops whose rows may leave had better have for them: two iterations of each."""
+    """Bytes that should stay free for rows of loops that may be offloaded or recomputed: two iterations of each."""
     found = (row for row in loop_rows(graph, fetches, sizes) if row.leaves and row.known)
     return sum(row.bytes * min(2, 2 if row.iterations is None else row.iterations) for row in found)
 

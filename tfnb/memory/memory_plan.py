@@ -82,7 +82,7 @@ class MemoryPlan:
 
     @property
     def values(self) -> tuple[Decision, ...]:
-        """Of straight code: nodes that run a second time."""
+        """Decisions about values outside of loops: nodes that run a second time."""
         return tuple(found for found in self.decisions if found.rows is None)
 
     @property

@@ -2,10 +2,11 @@
 
 One planner for weights, optimizer state, gradients and border values (semantics S-189). `tfnb.memory.residency` says
 between which tasks each tensor is on the device: victims are those of the farthest next use, clean ones are dropped and
-changed ones copied out. Here each copy out begins as soon as its tensor has no further use, and each copy in as early
-as the budget allows, some tasks ahead. Copies go on beside tasks, so their order in time is unknown: bytes on their way
-out count until something has waited for them, and so do those of copies in from the moment they may have begun. Least
-recently used and "nothing stays", which virtualised memory does, are policies of the same planner.
+changed ones copied out. Here each copy out begins after the last use of its tensor's stay (by LRU, when room is
+needed), and each copy in as early as the budget allows, some tasks ahead. Copies go on beside tasks, so their order in
+time is unknown: bytes on their way out count until something has waited for them, and so do those of copies in from the
+moment they may have begun. Least recently used and "nothing stays", which virtualised memory does, are policies of the
+same planner.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class Move(NamedTuple):
 class MovePolicy:
     """How a schedule is made.
 
-    victims: who leaves. ahead: the most tasks by which a copy in precedes the task that needs it. drain: tasks for
-    which the bytes of a copy out are left unused, though it may be over sooner. share: of the room that the largest
-    task leaves, the part in which tensors stay for later tasks; copies ahead have all of it. writes_back: clean tensors
-    are copied out, too.
+    victims: who leaves. ahead: the most tasks by which a copy in precedes the task that needs it. drain: the number of
+    tasks after a copy out for which its bytes count as occupied, though it may be over sooner. share: of the room that
+    the largest task leaves, the part in which tensors stay for later tasks; copies ahead have all of it. writes_back:
+    clean tensors are copied out, too.
     """
 
     victims: Victims = Victims.NEXT_USE
@@ -89,7 +90,8 @@ class Schedule:
 def best_schedule(
     tasks: Sequence[PackTask], sizes: Mapping[DeviceItem, int], budget: int, seconds: Callable[[Schedule], float]
 ) -> Schedule:
-    """The quickest schedule of `TRIED` that copies no more bytes than LRU; LRU on demand if none of them does.
+    """The quickest schedule of `ON_DEMAND` and `TRIED` that copies no more bytes than LRU; LRU on demand if none of
+    them does.
 
     Farthest next use alone may copy more where sizes differ. seconds: of a schedule. Raises ResourceExhausted, as
     `schedule`.

@@ -50,7 +50,7 @@ class CutPiece:
 class PackCut:
     """The cut of a step. packing: of its layers, by default one pack for each.
 
-    graph: pure dataflow, with one assign for each written Variable at its end. packing: forward and backward. layers:
+    graph: pure dataflow, with one assign for each written Variable at its end. layers:
     how many there are. back: the backward pack in which each forward node is done anew.
     """
 
@@ -88,7 +88,7 @@ class PackCut:
         return (Phase.UPDATE if (time - self._first) % 2 else Phase.BACKWARD), pack
 
     def _place(self, node: Node) -> None:
-        """Set the time of a node; never before its inputs."""
+        """Set the time of a node; never before its inputs. Raises Unimplemented for a queue operation and a print."""
         if node.op in _ANYWHERE:
             return
         if uses_queues(node) or node.op == "tfnb.print":

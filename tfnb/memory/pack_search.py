@@ -1,9 +1,10 @@
 """The search for the packs and microbatches of a step on a byte budget, by simulated time. Pure.
 
-A point of the space is a packing of the forward pass, one of the backward pass, and a number of microbatches. Harmony
-has a number for each pass. Here both have one, as a backward pass does its forward pass anew: with the same rows it has
-the same bits, dropout and batch norm included. Pieces of packs are put together from those of single layers (`packed`),
-so that a point is simulated without cutting the step again; the point that is chosen is cut, and measured exactly.
+A point of the space is a packing of the forward pass, one of the backward pass, and a number of microbatches. Harmony,
+whose search this follows, chooses a number of microbatches for each pass. Here both have one, as a backward pass does
+its forward pass anew: with the same rows it has the same bits, dropout and batch norm included. Pieces of packs are put
+together from those of single layers (`packed`), so that a point is simulated without cutting the step again; the point
+that is chosen is cut, and measured exactly.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 Without a budget, those that cost next to nothing: `spare`. Under one (semantics S-188 and S-190) a fixed sequence of
 plans, each with a lower peak than the one before: where the most is held, the values that are taken again later are
-dropped, the cheapest to compute again for each byte first. The first plan that fits is taken. Copies are the same nodes
-on the same values: random ops draw from their stream's place, what writes or comes from another library is kept. So
-every value has the bits that it has without.
+dropped, the cheapest to compute again for each byte first. The first plan that fits and leaves room for rows of loops
+is taken, else the one with the lowest peak of those that fit. Copies are the same nodes on the same values: random ops
+draw from their stream's place, what writes or comes from another library is kept. So every value has the bits that it
+has without.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ from tfnb.memory.pack_tasks import DeviceItem, PackTask, Role
 
 
 class Victims(StrEnum):
-    """The order of eviction: farthest next use, least recently used, or all at once after each task."""
+    """The order of eviction: farthest next use, least recently used, or after each task all tensors but borders, and
+    what the next task reads.
+    """
 
     NEXT_USE, LRU, ALL = "farthest next use", "least recently used", "nothing stays"
 

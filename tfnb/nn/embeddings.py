@@ -31,8 +31,8 @@ class ShardedTable(NamedTuple):
 
     @classmethod
     def of(cls, params: object, partition: str, owner: str = "params") -> ShardedTable:
-        """The table of one tensor or a list of shards. Raises ShapeError unless shards share the rows as the rule
-        says.
+        """The table of one tensor or a list of shards. Raises ShapeError unless shards share the rows as the rule says,
+        InvalidArgument for no shards, several dtypes or an unknown rule.
         """
         shards = tuple(params) if isinstance(params, list | tuple) else (params,)
         if not shards:

@@ -3,9 +3,10 @@
 `pipeline` has their order. `prune` keeps what a run needs. Until nothing changes: `fractions` keep their dtype, `fold`
 constants, `simplify` by a table, `merge` equal nodes (`region_merging`: loops and branches). Once, what a commit does
 in place: `conditional_updates`, `in_place_commit`. Once, kernels and order: `stack` products, `memory_format`,
-`narrow`, `order`, `numbers`, `donate`. `flow`: the graph as dataflow, and its parts for several places. What passes
-share: `rewrite`, `resolve` (the state that nodes see), `liveness` (which values are held when), `unordered` (which
-accesses to Variables have no order). `microbatches` is asked for a step whose rows are done range by range.
+`narrow`, `order`, `numbers` (in loops and branches), and `donate` once memory is planned. `flow`: the graph as
+dataflow, and its parts for several places. What passes share: `rewrite`, `resolve` (the state that nodes see),
+`liveness` (which values are held when), `unordered` (which accesses to Variables have no order). `microbatches` is
+asked for a step whose rows are done range by range.
 """
 
 from tfnb.passes.conditional_updates import conditional_updates

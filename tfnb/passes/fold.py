@@ -21,7 +21,8 @@ WORTH_KEEPING = 64 << 10  # bytes; filling a larger tensor anew costs no more th
 
 
 def fold(graph: Graph, fetches: Collection[Value] = (), feeds: Collection[Value] = ()) -> Graph:
-    """Nodes of constants alone become constants, where something else takes them, as long as they stay below 10 MiB.
+    """Nodes of constants alone become constants, where something else takes them, as long as they have at most 10 MiB
+    (64 KiB if made from no inputs).
 
     An op that fails on its constants stays, so that the run raises the error.
     """

@@ -80,9 +80,9 @@ def in_microbatches(step: StepGraph, most: int = 1, schedule: str = "") -> Micro
 
     schedule: of a pipeline, over ``most`` microbatches, see `tfnb.passes.flow.microbatch_schedules`.
 
-    Fetches: operations, and numbers, each merged by its way of `tfnb.passes.flow.merges`: one that depends on rows is
-    the mean over microbatches weighted by rows, a count their sum, an extreme that of all rows. Raises InvalidArgument
-    where no feed has rows, Unimplemented naming what microbatches cannot do.
+    Fetches: operations, and numbers, each merged by its way of `tfnb.passes.flow.merges`: a mean over rows is the mean
+    over microbatches, weighted by rows or as `tfnb.passes.flow.row_weights` says, a sum or count their sum, an extreme
+    that of all rows. Raises InvalidArgument where no feed has rows, Unimplemented naming what microbatches cannot do.
     """
     return _Loop(step, most, schedule).made()
 

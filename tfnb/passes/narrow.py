@@ -1,4 +1,4 @@
-"""Narrow: where the greatest number of a pool's window lay waits for the backward pass in two or four bytes, not eight.
+"""Narrow: the indices that max pooling saves for its backward pass are kept as int16 or int32, not int64.
 
 Torch counts places within an image as int64: for a net with many pools that is most of what it keeps between forward
 and backward. They are cast right after the pool and back right before its gradient, which costs a few hundredths of

@@ -100,7 +100,9 @@ def optimize(
     graph: Graph, fetches: Collection[Value], feeds: Collection[Value], last: Sequence[Pass] = ONCE,
     repeated: Sequence[Pass] = PIPELINE,
 ) -> Graph:  # fmt: skip
-    """The graph that computes ``fetches`` from ``feeds`` with the least work; values and writes are the same."""
+    """The graph that computes ``fetches`` from ``feeds`` with the least work; values and writes are the same, but for
+    rounding where `stack` sums otherwise.
+    """
     return optimized(step_graph(graph, fetches, feeds), last, repeated)
 
 

@@ -35,7 +35,7 @@ def races(steps: Sequence[Graph]) -> list[Race]:
     """Of pruned graphs that run at the same time: pairs within one of them, and of two of them.
 
     Within a step two accesses are in order if the program has them outside of `tfnb.unordered`, or if one depends on
-    the other. Between two steps they are where both steps hold the lock of the Variable.
+    the other. Two accesses of different steps are in order if both steps hold the lock of the Variable.
     """
     found: dict[tuple[object, ...], Race] = {}
     for race in (*_within(steps), *_between(steps)):

@@ -475,7 +475,8 @@ class _Cut:
     def _onward(self, local: Mapping[int, frozenset[Place]]) -> Iterator[tuple[int, Place]]:
         """Nodes on the way from a Variable that lies whole on a server to its next value, number by number.
 
-        No derivative: tasks' parts of it are averaged. None that takes all of what the server has in part.
+        Leaves out derivatives, which are averaged over tasks, and nodes that need the whole of a Variable of which the
+        server has only rows.
         """
         parts = sum(self._bits[v] for v in self._bits if self.homes[v.key][0].rows is not None)
         seen: set[tuple[int, Place]] = set()

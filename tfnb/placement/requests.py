@@ -60,8 +60,8 @@ def numbers_of(tasks: Sequence[str]) -> list[int]:
 def tasks_of(found: Sequence[NodeRequest], tasks: Sequence[str] = (HERE,), servers: int = 0) -> tuple[int, ...]:
     """The tasks that requests name, in order.
 
-    ``tasks``: names of those there are; ``servers``: how many of these. A soft request that none of them meets asks for
-    nothing. Raises InvalidArgument for another that none of them meets.
+    ``tasks``: names of the existing tasks; ``servers``: the number of parameter servers. A soft request that nothing
+    here meets is ignored; any other one raises InvalidArgument.
     """
     chosen: set[int] = set()
     there = ", ".join([*tasks, *(str(server(shard)) for shard in range(servers))])

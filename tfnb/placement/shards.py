@@ -1,7 +1,7 @@
 """The assignment of Variables to servers: pure functions over graphs and sizes.
 
-Variables that one update writes together (a weight and its optimizer slots, an average of it) stay on one shard;
-groups go to the emptiest shard in order of creation. Large ones are divided by rows over several.
+Variables that one update writes together (a weight and its optimizer slots, an average of it) stay on one shard; groups
+go to the emptiest shard in order of first use. Large ones are divided by rows over several.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def _pieces(variable: Variable, held: tuple[Piece, ...], shape: Sequence[int]) -
 
 
 def by_rows(graph: Graph) -> set[Variable]:
-    """Variables whose every update in a graph is row-wise, from gradients as derived."""
+    """Variables all of whose updates go row by row and take the gradient as it was derived, without clipping or the
+    like in between.
+    """
     derived: set[int] = set()
     processed: set[int] = set()  # computed from gradients, which the servers do
     undivided: set[Variable] = set()

@@ -5,6 +5,13 @@ The path of a call: `cells` opens a recording, whose recorder in `dispatch` sees
 tensors and the tape are in `values`. `writes` records in-place calls, `subgraphs` loops and branches. `marks` has the
 scopes of nodes, notes for the user, and guards of Python state. `api` has the functions that users call,
 `print_and_assert` the nodes for printing and asserting in every run, `torch_patches` the table of patches of torch.
+
+Words. A block: the body of a cell or of `record`, recorded as a whole or not at all. A statement: a node that writes,
+prints or asserts, and that no fetch needs; a step: the statement, usually an optimizer's update, that takes the others
+of its block along. A handle: the recorded tensor, Operation or Variable that Python holds. A letter: the name of a size
+that varies, such as ``"B"``. An owner: the module or object outside whose Python state the recording read. A note: what
+a recording tells of a line, shown under the cell. A home: the server, or this process, that holds the value of a
+Variable.
 """
 
 from tfnb.recording.api import (

@@ -36,8 +36,9 @@ def placeholder(
 
     sample: tensor, array or number; its values are used while recording. shape: ints are fixed, ``None`` varies, equal
     letters vary together; by default axis 0 varies. Without a sample there are shapes only, of the default dtype unless
-    given. Raises FailedPrecondition outside of a recording, ShapeError for a shape that fits neither the sample nor the
-    size of an equal letter, InvalidArgument without sample and shape.
+    given. Raises FailedPrecondition outside of a recording, ShapeError for a shape that does not fit the sample, and
+    for a letter that stands for another size already, InvalidArgument without sample and shape, or for a letter that is
+    no name.
 
     >>> from tfnb.recording import record
     >>> with record():
@@ -226,8 +227,7 @@ def control_dependencies(nodes: Sequence[Any] | None) -> Iterator[None]:
 
 @contextmanager
 def unordered(*, use_locking: bool = False) -> Iterator[None]:
-    """Updates recorded inside the block give up order, as in Hogwild: steps that make such updates never wait for each
-    other.
+    """Updates recorded inside the block give up order, as in Hogwild: steps do not wait for each other because of them.
 
     A step holds the locks of what it writes from its first read to its commit. Of Variables that it writes only inside
     such blocks it holds none. What is promised then: a number is never half written; an optimizer's step and rows of

@@ -17,10 +17,10 @@ from tfnb.recording.values.tensor import Operation, Tensor
 def print(*xs: object) -> Operation | None:
     """``print`` in each run: tensors with the values of the run, anything else as its text of now.
 
-    A run prints what it computes anyway, and what can be calculated of that and of its feeds; nothing else is fed or
-    computed for a print, but where the result is fetched. Values are printed after the step, also of one that ran on a
-    cluster. While recording nothing is printed, and outside of a recording it is Python's ``print``. Raises Unsupported
-    inside of a staged loop, branch or recursive function, InvalidArgument for tensors in a container.
+    A run prints a value only if it can be computed from what the run feeds and computes anyway; to force a print, fetch
+    the Operation that `print` returns. Values are printed after the step, also of one that ran on a cluster. While
+    recording nothing is printed, and outside of a recording it is Python's ``print``. Raises Unsupported inside of a
+    staged loop, branch or recursive function, InvalidArgument for tensors in a container.
 
     >>> import torch, tfnb
     >>> with tfnb.record():

@@ -35,7 +35,7 @@ from tfnb.state.step_groups import StepGroup
 
 
 class Look(NamedTuple):
-    """Further fetches of a step with a consumer of their values: a print or a breakpoint of its graph."""
+    """Further fetches of a step, and the function that gets their values: of a print or a breakpoint of its graph."""
 
     wanted: tuple[Value, ...]
     see: Callable[[Sequence[Any]], None]
@@ -145,7 +145,7 @@ def prepare_divided(
     graph: Graph, fetches: Fetches, feed_keys: tuple[Any, ...], code: Callable[[StepGraph], StepCode],
     division: Division, packs: Callable[[StepGraph], Any] | None = None,
 ) -> PreparedRun:  # fmt: skip
-    """`prepare` for a step over microbatches. Raises Unimplemented if the graph has breakpoints.
+    """`prepare` for a step over microbatches. Raises Unimplemented if a breakpoint or a print takes part in the step.
 
     packs: what makes the code of a step that divides itself into microbatches, and into packs.
     """

@@ -63,7 +63,9 @@ class Moment(NamedTuple):
 
 
 class NewerCheckpoint(NamedTuple):
-    """A checkpoint that is ahead of the values: its file, and the steps of training and writes of each of these."""
+    """A checkpoint newer than the values here: its file; and, as of the loss, the steps of the training and the number
+    of writes of each Variable, by which later writes are noticed.
+    """
 
     file: Path | str
     trained: int

@@ -120,17 +120,17 @@ class Session:
     ``"channels_last"`` lets convolutions of images on the CPU run with channels last where that is faster, with other
     last digits (a deep net with batch norm in training mode makes them 2e-3 of its outputs). None: the environment's
     TFNB_LAYOUT, else "torch". On a cluster and by dataflow it is torch's.
-    memory_budget: the most bytes, as a number or as text such as ``"2GB"``, that a step may hold at once on its
-    device: its Variables (weights, slots of the optimizer, buffers), gradients and all other values, as predicted from
-    shapes, and the scratch of convolutions, each of which is run once on zeros to measure it. Feeds and constants do
-    not count. A step that fits runs as it does without a budget; of one that does not, values are computed again, with
-    the same bits, in generated code. A run that cannot keep the budget raises ResourceExhausted with its largest node
-    and the smallest budget that it could; `status` tells what is planned. Steps over microbatches (`make_callable`,
-    `fit`) run in packs, one for each numbered layer of a module: Variables and sums of gradients lie outside of the
-    device, and copies of those that a pack needs come to it and go, so that both may be many times the budget; values
-    are bitwise those without it. The device is virtual, on the CPU: its bytes are counted and enforced. Outside of it
-    is a file for a model made in `tfnb.mapped_memory`, and the process holds no more than the budget; for others it is
-    RAM, and none is saved. What loops keep for
+    memory_budget: the most bytes, as a number or as text such as ``"2GB"``, that a step may hold at once on its device:
+    its Variables (weights, slots of the optimizer, buffers), gradients and all other values, as predicted from shapes,
+    and the scratch of convolutions, each of which is run once on zeros to measure it. Feeds and constants do not count.
+    A step that fits runs as it does without a budget; of one that does not, values are computed again, with the same
+    bits, in generated code. A run that cannot keep the budget raises ResourceExhausted with its largest node and the
+    smallest budget that it could; `status` tells what is planned. Steps over microbatches (`make_callable`, `fit`) run
+    in packs, each of one or more numbered layers of a module in a row, chosen by predicted time: Variables and sums of
+    gradients lie outside of the device, and copies of those that a pack needs come to it and go, so that both may be
+    many times the budget; values are bitwise those without it. The device is virtual, on the CPU: its bytes are counted
+    and enforced. Outside of it is a file for a model made in `tfnb.mapped_memory`, and the process holds no more than
+    the budget; for others it is RAM, and none is saved. What loops keep for
     their gradients takes what is left of it; the rest of that is computed again, or moves out and comes back, whichever
     costs less as predicted (see ``swap_memory`` of `while_loop`).
 
@@ -255,8 +255,9 @@ class Session:
 
         The result has the structure of ``fetches``. check: as of `run`. microbatches: so many consecutive ranges of the
         rows of a batch are done one after the other, and update once (see `tfnb.fit`); fetches are then operations, and
-        numbers that are means over rows. ``"auto"``: the whole step if it keeps the memory budget, else as many as keep
-        it in packs and are predicted quickest. A call with another number of values raises InvalidArgument.
+        means, sums, counts and extremes over rows; in packs operations, means and sums. ``"auto"``: the whole step if
+        it keeps the memory budget, else as many as keep it in packs and are predicted quickest. A call with another
+        number of values raises InvalidArgument.
         """
         feeds = tuple(feeds)
         if IndexedSlices in map(type, feeds):
@@ -387,8 +388,8 @@ class Session:
 
         fetches: what will be fetched, each once; feeds: what will be fed, each once. What a later fetch shares with an
         earlier one is computed once. Variables are written when everything was fetched, and not at all if the block is
-        left before. Raises InvalidArgument for a Variable among ``fetches``, whose read is to be recorded;
-        Unimplemented with a cluster, queues, a memory budget, a print or a breakpoint.
+        left before. Raises InvalidArgument for a Variable among ``fetches`` (record ``variable.read()``, and fetch
+        that); Unimplemented with a cluster, queues, a memory budget, a print or a breakpoint.
 
         >>> import tfnb
         >>> with tfnb.record() as g:
@@ -681,8 +682,8 @@ class Session:
         the graph does not use: keep what it holds; what was restored under its name it holds now. A scheduler of a
         torch optimizer: keep its ``state_dict``; the restored one of its class it gets now, and its optimizer the
         learning rates that go with it (of several schedulers of one class in the order of these calls). Raises
-        InvalidArgument where another source of that name is known, and for a scheduler whose state no file can hold,
-        CheckpointIncompatible for a queue of another kind.
+        InvalidType for anything else, InvalidArgument where another source of that name is known, and for a scheduler
+        whose state no file can hold, CheckpointIncompatible for a queue of another kind.
         """
         self.state.reads(source)
 

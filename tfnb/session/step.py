@@ -72,7 +72,8 @@ class PartialRun:
     def fetch(self, fetches: Fetches, feed_dict: Mapping[Any, Any] | None = None) -> Any:
         """The values of some of the declared fetches, with their structure, after feeding ``feed_dict``.
 
-        Raises InvalidArgument for one that was fetched already or not declared, or that needs a feed not given yet.
+        Raises InvalidArgument for one that was fetched already or not declared, or that needs a feed not given yet;
+        Aborted at the last fetch if another step wrote what this one read.
         """
         __tracebackhide__ = True
         self._ensure_open()

@@ -45,7 +45,9 @@ class StepRunner:
         self, prepared: PreparedRun, program: Program, tensors: list[torch.Tensor], timeout: float | None,
         forward: Callable[..., Any], commit: Callable[[Any], None], cut: VariableSnapshot | None,
     ) -> list[Any]:  # fmt: skip
-        """Compute, commit, and read the fetched Variables, with the locks of all Variables."""
+        """Compute, commit, and read the fetched Variables, with the locks of all Variables. A step that waits for
+        queues computes without locks: it takes them before it writes, if no other step wrote what it read.
+        """
         __tracebackhide__ = True
         if prepared.asked:
             tasks_of(prepared.asked)

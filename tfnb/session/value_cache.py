@@ -74,7 +74,9 @@ class ValueCache:
 
 
 class Smaller:
-    """A step with some cached values: ``feeds`` are cached, ``kept`` computed and to be cached."""
+    """The rest of a step: cached values are its ``feeds``; ``kept`` are values that it computes and that are cached
+    afterwards.
+    """
 
     def __init__(self, cache: ValueCache, step: StepGraph, keys: Mapping[int, str], fed: set[Value]) -> None:
         self._cache, self._keys = cache, keys

@@ -163,7 +163,8 @@ class Mean(tuple[torch.Tensor, ...]):
 
 
 class Accumulator(Whole):
-    """The weighted mean of gradients. ``step``: gradients computed at an earlier one are dropped.
+    """The weighted mean of gradients. ``step``: gradients computed at an earlier one are dropped, and counted in
+    ``dropped``.
 
     An element that is put: the tensors of a gradient, the step at which it was computed, and its weight if that is
     not 1. An element that is taken: the tensors of the mean; taking it begins the next step.

@@ -1,4 +1,5 @@
-"""The rows of each step's batch: a function of the seed alone, so every machine knows the batches by itself.
+"""The rows of each step's batch: a function of the seed, the number of rows, the batch size and the chunks of an array,
+so every machine knows the batches by itself.
 
 Imports chunks.
 """
@@ -15,7 +16,7 @@ from tfnb.state.chunks import ChunkedArray, Chunks
 
 
 class RowOrder(NamedTuple):
-    """``rows`` in batches of ``batch_size``, the last one of a pass may be short; each pass in another order.
+    """``rows`` in batches of ``batch_size``, the last one of a pass may be short; shuffled, each pass in another order.
 
     ``within``: the place of an array in chunks; whole chunks are shuffled then, and the rows within each of them.
 

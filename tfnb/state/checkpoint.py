@@ -234,8 +234,9 @@ def match(
     """Choose the value of each Variable: label -> tensor. ``have`` is a file's tensors, ``want`` the graph's variables.
 
     strict: a wanted label that the file lacks is NotFound, with the nearest keys. mapping: label -> key in the file.
-    Another shape or dtype is CheckpointIncompatible, with both. Keys that nobody wants are ignored; an error lists
-    all three.
+    Another shape or dtype is CheckpointIncompatible, with both. Keys that nobody wants are ignored; an error lists all
+    three. A label of ``mapping`` that is not wanted is InvalidArgument, a mapped key that the file lacks NotFound
+    without ``strict``, too.
     """
     keys = {label: label for label in want} | dict(mapping or {})
     unknown = sorted(keys.keys() - want.keys())

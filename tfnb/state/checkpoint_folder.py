@@ -3,8 +3,8 @@
 Each is a manifest of shards (`tfnb.state.manifests`), which checkpoints share as far as nothing changed; a file of
 `Session.save` that is named ``ckpt-<step>.safetensors`` is a checkpoint, too. The folder may be an fsspec URL.
 
-What is kept is the pure function `kept` of what the files say of themselves, so that it holds over processes. A file
-that is damaged, or that another program wrote, is neither counted nor deleted.
+What is kept is the pure function `Retention.kept` of what the files say of themselves, so that it holds over processes.
+A file that is damaged, or that another program wrote, is neither counted nor deleted.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class CheckpointFolder:
         return self.store.path if isinstance(self.store, LocalStore) else str(self.store)
 
     def make(self) -> None:
-        """Create the folder and delete drafts of killed processes; raises CheckpointWriteError, which is an OSError."""
+        """Create the folder and delete drafts of killed processes. Raises CheckpointWriteError, an OSError;
+        InvalidArgument for a file.
+        """
         try:
             self.store.make(_DRAFTS)
         except OSError as error:
@@ -243,10 +245,10 @@ def _once(known: dict[tuple[str, Signature], T | str], key: tuple[str, Signature
 
 
 def newest(path: str | PathLike[str]) -> Path | str:
-    """The checkpoint with the highest step of a folder, or the file itself; raises for one that is not whole.
+    """The checkpoint with the highest step of a folder, or the file itself, which is not looked at.
 
-    A damaged one is never passed over in silence: CheckpointCorrupt or CheckpointIncompatible says which one is before
-    it.
+    A damaged one is never passed over in silence: CheckpointCorrupt, also for one of another version, says which one is
+    before it. Raises NotFound for a folder without any.
     """
     store, name = located(path)
     if isinstance(store, LocalStore) and not (store.path / name).is_dir():

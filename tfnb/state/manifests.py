@@ -2,8 +2,8 @@
 
 Shards lie in the folder ``shards``, plain tensor files named by the sha256 digest of what they hold. So what did not
 change since the checkpoint before is written once, whoever writes it, and no manifest can name a file elsewhere. A
-Variable of a MiB or more has shards of its own, of at most 16 MiB; smaller ones share some. A value that lies in
-several shards is their rows in order. The manifest is written last: without it there is no checkpoint.
+Variable of a MiB or more has shards of its own, of at most 16 MiB or one row; smaller ones share some. A value that
+lies in several shards is their rows in order. The manifest is written last: without it there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def read_text(where: object, text: str) -> Manifest:
-    """The manifest that a text holds; raises CheckpointCorrupt, or CheckpointIncompatible for another version."""
+    """The manifest that a text holds; raises CheckpointCorrupt, or CheckpointIncompatible for a newer version."""
     try:
         facts = strict_json.read(text, finite=False)
         if not isinstance(facts, dict) or facts.get("format") != FORMAT:

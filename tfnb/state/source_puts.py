@@ -30,8 +30,8 @@ class _Hand:
 
     turn: while an element is on its way; lock: while that begins or ends. before: the position before that element;
     after: where it left the source, the very dict: another one is there as soon as somebody seeks. waiting: where it
-    waits for room, until somebody takes it back; kept: it waits no more, and who read it from what. asker: has room,
-    and gets the next one.
+    waits for room, until somebody takes it back; kept: it waits no more, and who read it from what. asker: the queue
+    that has room, and gets the waiting element.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)

@@ -16,8 +16,8 @@ class StepGroup(NamedTuple):
 
     A value is None where the fetch has none, or where a lost task told nobody. ``numbers``: of these steps in their
     training, from 0; None where nobody knows them. A group of no steps tells that all tasks stand still; or, with
-    ``kept``, which steps the copies of the values here have seen; or, with ``lost``, too, that a server was lost: a
-    `Recovery` where training goes on from these steps, or the error with which it ends.
+    ``kept``, which steps the copies of the values here have seen; with ``lost`` as well, that a server was lost:
+    ``lost`` is a `Recovery` if training goes on from the steps in ``kept``, else the error with which it ends.
 
     >>> group = StepGroup(2, [torch.tensor([3.0, 1.0]), None])
     >>> list(group.each())

@@ -2,11 +2,12 @@
 
 A local session does not use it: there a Variable shares its module's storage.
 
-Values that are created together lie in slabs: one flat buffer for each dtype. A reader gets the current generation of a
-slab, not a copy, and nothing changes what it reads. A write goes in three steps: `Store.open` gives tensors to write
-into, the caller writes, `Store.publish` makes them the current generation. While somebody reads the current generation,
-what is opened lies in another buffer; else it is the current one itself. The owner calls from one thread; readers may
-let go of what they read in any thread. The store has no lock.
+Small values that are created together lie in slabs, one flat buffer for each dtype; a large one (`LARGE`) has a slab of
+its own. A reader gets the current generation of a slab, or a copy where that must be written meanwhile, and nothing
+changes what it reads. A write goes in three steps: `Store.open` gives tensors to write into, the caller writes,
+`Store.publish` makes them the current generation. While somebody reads the current generation, what is opened lies in
+another buffer; else it is the current one itself. The owner calls from one thread; readers may let go of what they read
+in any thread. The store has no lock.
 
 A table (`tfnb.graph.lazy_memory`), of which few rows were written, lies in a slab of its own, in private memory, and
 counts with the memory that it takes.

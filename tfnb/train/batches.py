@@ -1,6 +1,6 @@
 """Batches of training data: rows of arrays in shuffled order, or feed dicts that somebody else makes.
 
-The order depends on the seed alone, so a cluster trains on the same batches as this machine. Imports graph.
+The order depends on the seed alone, so a cluster trains on the same batches as this machine. Imports graph and state.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def batches(
     as many passes as it takes. batch_size: rows of arrays in a batch, 32 unless given. A value without an axis is fed
     whole to every step. begin: steps of the same batches that were taken before; what can be iterated again is drawn
     from its start and they are dropped, a `Source` and an iterator go on where they are. Raises ShapeError for unequal
-    numbers of rows, InvalidArgument for anything else.
+    numbers of rows or none, ResourceExhausted for a large Dask collection, InvalidArgument for anything else.
     """
     _at_least_one(epochs=epochs, steps=steps, batch_size=batch_size)
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):

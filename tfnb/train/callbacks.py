@@ -20,8 +20,8 @@ class Progress:
 
     Here a callback hears of each step before the next one begins. The tasks of a cluster do not wait for it: it hears
     of their steps in groups, up to half a second late, and what it changes counts for steps that no task has
-    begun by then. Between epochs they wait in mode ``"sync"`` where a callback is called after each, and in every mode
-    where there is ``validation=``.
+    begun by then. Between epochs they wait in ``"sync"``, ``"allreduce"``, ``"pipeline"`` and LocalSGD where a callback
+    is called after each, and in every mode where there is ``validation=``.
     """
 
     step: int
@@ -128,9 +128,9 @@ def listed(callbacks: Callback | Sequence[Callback]) -> list[Any]:
 class EarlyStopping:
     """Ends a training when a value has not improved for more than ``patience`` epochs.
 
-    monitor: a watched value, or one over the validation data: ``"val_loss"``. min_delta: less than that is no
-    improvement. mode: whether ``"min"`` or ``"max"`` is better. NaN is never an improvement. ``best``, ``best_epoch``
-    and ``best_step`` are of the last improvement. One object is for one training.
+    monitor: a watched value, or one over the validation data: ``"val_loss"``. min_delta: an improvement is more than
+    that. mode: whether ``"min"`` or ``"max"`` is better. NaN is never an improvement. ``best``, ``best_epoch`` and
+    ``best_step`` are of the last improvement. One object is for one training.
 
     >>> stopping = EarlyStopping("loss", patience=1)
     >>> for epoch, loss in enumerate([3.0, 2.0, 2.5, 2.5], 1):

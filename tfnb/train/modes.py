@@ -14,8 +14,8 @@ class SyncReplicas:
     """A synchronous step of ``m`` gradients, each of its part of the batch; ``n`` tasks compute them.
 
     n: how many compute tasks the cluster has to have; None: as many as there are. ``n - m`` of them are spare: they
-    compute copies of parts, the first of each part counts, and the others are dropped and counted. So each row of a
-    batch counts once, and the numbers are those of m tasks without spare ones.
+    compute copies of parts, the first of each part counts, and the others are dropped; the status of the cluster shows
+    how many of each task. So each row of a batch counts once, and the numbers are those of m tasks without spare ones.
     atomic: as in TensorFlow, whether all variables average gradients of the same tasks. Copies of a part are equal, so
     both say the same here.
     distinct: each task gives one gradient to a step. With ``distinct=False`` there may be fewer than m tasks, and with

@@ -88,7 +88,8 @@ class Optimizer:
         """Record d loss / d variable for each of ``variables`` (Variables or Parameters).
 
         Default: the trainable ones with a path to the loss. A variable that was asked for and has none gets None.
-        Raises ShapeError for a loss that is no scalar, InvalidArgument if there is no variable to train.
+        Raises ShapeError for a loss that is no scalar, InvalidArgument for one that is not recorded or no float, or if
+        no variable has a path to it.
         """
         recorded = _scalar(loss)
         with reopen(recorded.graph) as recorder:
@@ -102,7 +103,8 @@ class Optimizer:
     def apply_gradients(self, pairs: Iterable[Pair]) -> Operation:
         """Record one step: an update of every variable whose gradient is not None. Takes no step.
 
-        Raises ShapeError or InvalidArgument for a gradient that does not fit its variable.
+        Raises ShapeError or InvalidArgument for a gradient that does not fit its variable; InvalidArgument for none at
+        all, two of one variable, or several graphs.
         """
         return self._applied(pairs, ())
 

@@ -1,7 +1,7 @@
 """Saver: a folder of checkpoints of one training; keeps the newest, the best, and some permanently.
 
-Files are written by a thread of its own from copies of one moment, one at a time. What fails of that, such as a full
-disk, is told in a warning, and does not end a training.
+Files are written by a thread of its own from copies of one moment, one at a time. What may pass, such as a full disk or
+a server that does not answer, is told in one warning, and does not end a training; other errors do.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class Saver:
     path: the folder, which is made where it is missing, or an fsspec URL such as ``s3://bucket/run``. A checkpoint is a
     manifest, written last, of shards with their digests in the folder ``shards``; what did not change since the
     checkpoint before, such as a frozen embedding, is written once. keep: so many of the newest are kept; older ones are
-    deleted once the new one is complete. keep_every_hours: of each so many hours one checkpoint is kept for ever, the
-    first one and then the next that is at least so much younger. best: a watched value of `fit`, or one over its
-    validation data (``"val_loss"``): the checkpoint with the best value so far is kept, too. best_mode: whether
-    ``"min"`` or ``"max"`` is better; by default more of what is named like an accuracy (``acc``, ``auc``, ``f1``,
-    ``precision``, ``recall``, ``score``), less of anything else. session: what `save` saves; `fit` gives it its own.
+    deleted once the new one is complete. keep_every_hours: the first checkpoint is kept for ever, then each one that is
+    at least so many hours younger than the last one kept so, the first one and then the next that is at least so much
+    younger. best: a watched value of `fit`, or one over its validation data (``"val_loss"``): the checkpoint with the
+    best value so far is kept, too. best_mode: whether ``"min"`` or ``"max"`` is better; by default more of what is
+    named like an accuracy (``acc``, ``auc``, ``f1``, ``precision``, ``recall``, ``score``), less of anything else.
+    session: what `save` saves; `fit` gives it its own.
 
     Among the callbacks of `fit` it saves after each epoch; as ``fit(..., checkpoint=saver)`` every so many seconds, and
     after each epoch where it keeps the best. Files that are damaged, or that others wrote, are not counted, and stay
@@ -127,7 +128,8 @@ class Saver:
         """Write a checkpoint of the current state, and wait for the file.
 
         step: its number; by default the steps of the training of `fit` that is not at its end, else the number of runs
-        of the session. Raises CheckpointWriteError, with what was there unchanged.
+        of the session. Raises CheckpointWriteError, with what was there unchanged; FailedPrecondition without a
+        session.
         """
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18):
             raise InvalidArgument(f"step is the number of a checkpoint, an int of at least 0, not {step!r}")
@@ -172,8 +174,8 @@ class Saver:
         return self._session.state.trained > (-1 if self.written is None else self.written[1])
 
     def begin(self, values: Mapping[str, float] = _NO_VALUES) -> None:
-        """Copy the current state of the session, and let a thread write the copy; the previous file is settled
-        first.
+        """Copy the current state of the session, and let a thread write the copy. The caller settles the previous file
+        before.
         """
         try:
             unwritten = self._taken()
@@ -194,7 +196,7 @@ class Saver:
         self._begun, self._writing = step, future
 
     def settle(self) -> None:
-        """Wait for the current file, and warn if it could not be written."""
+        """Wait for the current file, and warn if it could not be written now; raises other errors."""
         if self._writing is None:
             return
         error, self._writing = self._writing.exception(), None

@@ -1,7 +1,7 @@
 """Learning-rate schedules: functions of the number of steps that were taken, in torch code.
 
 A schedule is the ``lr`` of an optimizer, which counts its steps; ``schedule(20)`` is the rate of the 21st step. Any
-function of a 0-d float64 tensor is one. Names and formulas are those of TensorFlow's ``train``.
+function of a 0-d float64 tensor is one. Names and formulas are those of TensorFlow's ``train``, but for `warmup`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Schedule = Callable[[Any], torch.Tensor]
 
 
 def _schedule(rule: Callable[..., Callable[[torch.Tensor], torch.Tensor]]) -> Callable[..., Schedule]:
-    """Let a schedule accept numbers, too, and validate the common arguments: lengths and rates."""
+    """Let a schedule accept numbers, too."""
 
     @wraps(rule)
     def make(*args: object, **kwargs: object) -> Schedule:

@@ -4,8 +4,9 @@
 The classes below are those that a user makes without torch's; `Momentum` is SGD with another default.
 
 ``sparse`` says what a row-sparse gradient (`tfnb.IndexedSlices`) does. ``"exact"``: what the dense gradient would do,
-which takes a pass over all rows where a row without gradient moves too (momentum, running means, weight decay).
-``"lazy"``: only rows that are in the gradient change, and their slots; a count of steps is that of all steps.
+which takes a pass over all rows where a row without gradient moves too (momentum, running means, weight decay), and on
+devices other than the CPU. ``"lazy"``: only rows that are in the gradient change, and their slots; a count of steps is
+that of all steps.
 """
 
 from __future__ import annotations

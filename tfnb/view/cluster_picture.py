@@ -56,8 +56,8 @@ class ClusterMember(Protocol):
 
 
 def cluster_svg(members: Sequence[ClusterMember]) -> str:
-    """The tasks in a row, the servers (``ps:0``, ...) below, an edge from each task to each server, and to each task
-    that it exchanges values with; empty without tasks.
+    """At most four tasks in a row, as many servers (``ps:0``, ...) below (the last box counts the others), an edge from
+    each task to each server, and to each task that it exchanges values with; empty without tasks.
 
     A task has the colour that its nodes have in drawings of graphs over all tasks and no server.
 

@@ -72,8 +72,9 @@ class Wiring:
         return found
 
     def _effect(self, effect: int, step: int) -> NodeLink:
-        """A link from a statement to the step that runs it, or back if it stands below. Statistics of modules are
-        quiet: with counters of batch norm as edges no network would be a chain.
+        """A link between a statement and the step that executes it; it points from the step to a statement that stands
+        below the step. Statistics of modules are quiet: with counters of batch norm as edges no network would be a
+        chain.
         """
         place = self.contents.position
         quiet = "buffer" in self.contents.by_id[effect].tags

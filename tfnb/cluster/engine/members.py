@@ -124,8 +124,8 @@ class StepFeeds:
 class Ahead:
     """Data sent to the tasks once, before the first step, or read there: rows of arrays, in an order given by the seed.
 
-    ``total``: steps. ``run``: which run each of them is. ``by_pass``: tasks stand still after each pass over the data.
-    ``more``: what is fed beside the rows of a step, made of these.
+    ``total``: steps. ``run``: from the number of a step to its run index, which seeds its random ops. ``by_pass``:
+    tasks stand still after each pass over the data. ``more``: what is fed beside the rows of a step, made of these.
     """
 
     arrays: tuple[torch.Tensor | ChunkedArray, ...]
@@ -158,10 +158,10 @@ class OuterStep(NamedTuple):
 class Mode(NamedTuple):
     """The mode of a training: a row of MODES, with the options of `tfnb.fit`.
 
-    ``required``: of how many tasks a step is made, 0 for all but the ``backup`` ones. ``replicas``: how many tasks it
-    is meant for. ``elastic``: whether fewer than ``required`` ones go on. ``is_plain``: `allow_plain_collectives`.
-    ``schedule``, ``pipelines``: of a pipeline, and how many replicas of it there are. ``n_fetch``, ``n_push``,
-    ``warm_start``: of `tfnb.train.Downpour`. ``outer``: of `tfnb.train.LocalSGD`.
+    ``required``: the number of gradients in a step; 0: one of each task that is there, without the ``backup`` ones.
+    ``replicas``: how many tasks it is meant for. ``elastic``: whether fewer than ``required`` ones go on. ``is_plain``:
+    `allow_plain_collectives`. ``schedule``, ``pipelines``: of a pipeline, and how many replicas of it there are.
+    ``n_fetch``, ``n_push``, ``warm_start``: of `tfnb.train.Downpour`. ``outer``: of `tfnb.train.LocalSGD`.
     """
 
     name: str = "sync"

@@ -4,10 +4,12 @@ A call to shards is one message for each process, and keeps its identity when it
 may be late itself (`Looks`): what it does not hear then proves nothing about a peer.
 
 A silent member is waited for: until it answers again, until Dask says that it is dead, until its address refuses
-connections, or until it was silent for `GIVEN_UP` seconds; a server for `SILENCE` seconds once another one is lost, and
-the cluster with it. Calls to a silent server go on, under their identities, when it answers again. A task is silent, a
-suspect, after `SILENCE` seconds without an answer: calls to it end, its rows are lent to others, and its late
-contributions are dropped. The supervisor waits for it, and it joins again as a newcomer.
+connections, or until it was silent for `GIVEN_UP` seconds (60). While the cluster closes, or once another server is
+lost, a silent server is dead after `SILENCE` seconds (4). Calls to a silent server go on, under their identities, when
+it answers again. A task is silent, a suspect, after `SILENCE` seconds (4; of a successor that has computed nothing yet,
+up to 60) and two pings without an answer: calls to it end, other tasks compute its rows (synchronous training begins a
+new generation without it), and its late contributions are dropped. The supervisor waits for it, and it joins again as a
+newcomer, or is given up after `GIVEN_UP` seconds (60).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ Settled = Ok | Failure | e.ShardLost
 LOOK = 0.05  # seconds between looks at who is alive
 PATIENCE = 1.0  # seconds a call is out before its peers are pinged
 PING = 1.5  # seconds that the first ping of a server has; the next one has twice as many, up to ten times
-MISSES = 3  # pings without an answer that make a task a suspect; two of one silent for `SILENCE`. Refusals are a death
+MISSES = 3  # refused connections in a row that are a death; one unanswered ping fewer makes a silent task a suspect
 ON_TIME = 0.3  # of its looks that an event loop has to take to hear an answer: a new connection takes twenty turns
 LATEST = 60.0  # seconds after which silence counts though this event loop is late
 
@@ -97,8 +99,8 @@ class ClusterPeers:
 
     tasks: also those that come later. servers: processes, of which one may hold several shards. ``shards``: the server
     of each. report: tells all that is in progress of an event. say: tells the user, in one line. ``silent``: servers
-    that are waited for. ``is_closing``: nobody waits for a silent server any longer than for a task, nor does anybody
-    once another server is lost.
+    that are waited for. ``is_closing``, or after the loss of another server: a silent server is dead after `SILENCE`
+    seconds in place of `GIVEN_UP`.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class StepRecord:
 
     @property
     def shards(self) -> set[int]:
-        """The servers that took part."""
+        """The shards that took part."""
         return {call.shard for _, call in self._all_calls()}
 
     def trace(self) -> Trace:
@@ -198,8 +198,8 @@ Found = tuple[tuple[int, ...], Node | None]
 def _finder(nodes: Sequence[Node]) -> Callable[[str, str, str], Found]:
     """Maps the names in a plan to the recorded node, and to the path of a node inside of a loop or branch.
 
-    A pass names what it makes after what that came from, ``conv`` of ``conv.layout7``. Where several nodes inside have
-    the same name and op, as on both sides of a branch, it is the node around them.
+    A node made by a pass has the name of its origin and a suffix, ``conv`` of ``conv.layout7``. Where several nodes
+    inside have the same name and op, as on both sides of a branch, it is the node around them.
     """
     by_name = {node.name: node for node in nodes}
     known: dict[tuple[str, str, str], Found] = {}

@@ -1,4 +1,5 @@
-"""Carries out instructions of the training machines (`leases`, `rounds`): lends pieces, watches loops, cuts, counts.
+"""Carries out instructions of the training machines (`leases`, `rounds`, `ranks`): lends pieces, watches loops, cuts,
+counts.
 
 It runs in the client's event loop, beside `engine`, which knows who is alive. What tasks tell counts from the first
 step of their loop, so nothing is heard twice; watched values are kept until the machine says that their steps count.

@@ -1,7 +1,8 @@
 """Finding or making a Dask cluster, and starting one task on each of its workers. Dask glue; decides only the roles.
 
-A cluster that is made here listens on 127.0.0.1, has no dashboard, and is closed by us; what was handed in is left
-as it was. Some of the workers become parameter servers; one of them holds several shards where they are too few.
+A cluster that is made here listens on 127.0.0.1, has a dashboard only where one is asked for, and is closed by us; what
+was handed in is left as it was. Some of the workers become parameter servers; one of them holds several shards where
+they are too few.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ def find(
     cluster: Any, wanted: Requirements, security: Security | None, insecure: bool, timeout: float,
     started: LocalWorkers = AS_EVER,
 ) -> DaskCluster:  # fmt: skip
-    """Connect to the user's cluster, or start one; raises Unavailable, InsecureAddress or InvalidArgument."""
+    """Connect to the user's cluster, or start one; raises Unavailable, InsecureAddress, InvalidArgument or
+    DeadlineExceeded.
+    """
     wanted.check()
     started.check()
     ensure_type(security, (Security, NoneType), "security of connect")
@@ -216,7 +219,9 @@ def _closed(ours: Client | LocalCluster) -> None:
 
 
 def _hushed(client: Client) -> None:
-    """Workers of ours that close log no errors any more: a heartbeat is one to Dask then, of 40 lines."""
+    """Let workers that we close log no errors: Dask logs a heartbeat that fails while they close as an error of 40
+    lines.
+    """
     if client.status != "running":
         return
     level = logging.getLogger("distributed").setLevel
@@ -441,7 +446,9 @@ def submit(client: Client, name: str, addr: str, owner: str, resources: Mapping[
 async def started(
     client: Client, futures: Mapping[str, Any], addrs: Mapping[str, str], end: float, progress: ConnectProgress
 ) -> None:  # fmt: skip
-    """Wait until every actor stands, each at its address; raises its worker's error, or WorkerGone."""
+    """Wait until every actor stands, each at its address; raises WorkerGone, DeadlineExceeded, or FailedPrecondition
+    from its worker's error.
+    """
     looked = time.monotonic()
     while True:
         states = {name: future.status for name, future in futures.items()}

@@ -6,9 +6,9 @@ lost task has no successor. What changed is in the registry before it takes part
 A worker that comes is a compute task, in the place of one that was lost if there is one. A worker with another version,
 or without tfnb, is refused in one line, and training goes on without it.
 A silent task keeps its name and its process while Dask lists its worker: when it answers again, what it still computes
-is ended, and it joins as a newcomer. After `GIVEN_UP` seconds of silence it is given up, and told to end its process as
-soon as it hears: its nanny starts another one, at the cost of a restart.
-It runs in the client's event loop, beside `engine`, which it tells who is there.
+is ended, and it joins as a newcomer. After `GIVEN_UP` seconds (60) of silence it is given up. If its worker has a
+nanny, and a restart is left, it is told to end its process as soon as it hears, and the nanny starts another one. It
+runs in the client's event loop, beside `engine`, which it tells who is there.
 """
 
 from __future__ import annotations

@@ -54,7 +54,9 @@ class TaskLoss(NamedTuple):
 
 
 class MissedPing(NamedTuple):
-    """A compute task left a ping unanswered: no peer waits for its loop until the task answers again or is lost."""
+    """A compute task left a ping unanswered: in bounded mode servers give its loop up, so that no peer waits; it goes
+    on with a new one.
+    """
 
     task: int
 
@@ -107,7 +109,7 @@ Event = Start | TaskLoss | MissedPing | TaskJoin | ShardLost | Interrupt | Tick 
 class Finish(NamedTuple):
     """The machine is at its end: with values of each worker and their rows, or with a cause.
 
-    ``torn``: shards that applied a lease which others did not, and no task is left to complete it.
+    ``torn``: of each push that only some shards applied, these shards; no task is left to complete it.
     """
 
     values: tuple[Any, ...] = ()

@@ -1,9 +1,9 @@
 """Steps on a cluster as pure machines: ``machine.on(event, now) -> [instruction]``.
 
 `StepMachine` is one synchronous step driven by the notebook: divide the rows over the live tasks, run, prepare, commit;
-if a task dies before the commit, divide again and repeat. Trainings, whose tasks loop by themselves, have the machines
-of `tfnb.cluster.modes.leases` and `tfnb.cluster.modes.rounds`; the events shared by all machines are in
-`tfnb.cluster.modes.events`. No clock, socket, thread or Dask: time is an argument, and `tfnb.cluster.engine` carries
+if a task dies or falls silent while it computes, divide again and repeat. Trainings, whose tasks loop by themselves,
+have the machines of `tfnb.cluster.modes.leases` and `tfnb.cluster.modes.rounds`; the events shared by all machines are
+in `tfnb.cluster.modes.events`. No clock, socket, thread or Dask: time is an argument, and `tfnb.cluster.engine` carries
 out the instructions.
 
 Every attempt has a round number of its own, so that late messages of an earlier attempt mean nothing.

@@ -64,11 +64,11 @@ Instruction = Give | RoundQuery | Cut | Standstill | Report | e.Finish
 class Rounds:
     """Synchronous training. ``shards``: shards written by a step. ``spare``: backup tasks; no step waits for so many.
 
-    ``wanted``: of how many tasks a step is made; a lost task takes the place of a spare one. ``fixed``: of how many it
-    is always made, 0 for all but the spare ones. ``least``: tasks without which there is no step. ``patience``: seconds
-    that training with fewer tasks waits for one; it waits for a silent one, too. ``members``: the tasks of this
-    generation, in worker order. ``base``: steps that were written before it, the first of whose rounds is ``first``.
-    States: planned; open; cutting; waiting (for a task); over.
+    ``wanted``: of how many parts a step is made; a spare task takes the place of a lost one. ``fixed``: this number
+    where the mode says it; 0: one for each task but the spare ones. ``least``: tasks without which there is no step.
+    ``patience``: seconds that training with fewer tasks waits for one; it waits for a silent one, too. ``members``: the
+    tasks of this generation, in worker order. ``base``: steps that were written before it, the first of whose rounds is
+    ``first``. States: planned; open; cutting; waiting (for a task); over.
     """
 
     tasks: list[int]

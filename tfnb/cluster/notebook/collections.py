@@ -1,7 +1,9 @@
-"""Dask collections as training data, as the notebook sees them: where their chunks lie, never their values.
+"""Dask collections as training data, as the notebook sees them: where their chunks lie, and their rows only for steps
+driven from here.
 
-Dask computes the chunks on the workers and keeps them there, and computes those of a lost worker again. What is
-asked of a chunk here is its shape, its dtype and its place; `reading` is the side of the tasks.
+Dask computes the chunks on the workers and keeps them there, and computes those of a lost worker again. What is asked
+of a chunk here is its shape, dtype and place, and its rows by ``head`` and ``read``; `reading` is the side of the
+tasks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Steps of a training with ``exact=True``: of each batch the tasks that divide its rows, and the plans of that step.
+"""Steps of a training whose tasks sum in mid-step (``exact=True``, or None and no mean): of each batch the tasks that
+divide its rows, and the plans of that step.
 
 The step over so many tasks is `tfnb.passes.flow.exact_rows`; it is placed, taken and committed as one that a user
 placed by hand. A batch of few rows takes fewer tasks, and so does one after the loss of a task that does not come back.

@@ -370,7 +370,9 @@ class Steps:
     def _groups(
         self, step: StepGraph, how: Mode, steps: Generator[StepGroup, None, None], seen: SeenSteps
     ) -> Generator[StepGroup, None, None]:
-        """The groups, and an empty group after each pull; between them Variables that were written here go there."""
+        """The groups, and an empty group after each pull; between them Variables that the notebook leads, such as
+        rates, go there.
+        """
         try:
             pulled = self._variables.pulled_step
             for group in steps:
@@ -729,7 +731,8 @@ class Steps:
         return homes
 
     def _show(self, step: StepGraph | None = None, mode: Mode | None = None) -> None:
-        """Send local writes and pull at the end of a training; local writes to outdated copies stay.
+        """Send local writes and pull: before a training, where tasks stand still, and at its end; local writes to
+        outdated copies stay.
 
         Of a coordinated training only what its step uses comes home: vectors of its coordinator stay on the servers.
         """

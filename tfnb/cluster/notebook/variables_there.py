@@ -357,8 +357,8 @@ class VariablesThere:
     def leave(self) -> None:
         """A server is lost: note the complete copies that are newer than the values here, for `recall`.
 
-        The storages here are marked, so that it leaves what is written from now on. Queues here are of the step of the
-        last pull: while they are copied no other copy will do.
+        The storages here are marked: `recall` does not overwrite values that are written from now on. Queues here are
+        of the step of the last pull: while they are copied only the pulled values fit them, and no other copy is noted.
         """
         copies = (self.safety.newest, self.safety.written)
         self._newer = [copy for copy in copies if copy is not None and copy.at > self.pulled_at]
@@ -436,7 +436,7 @@ class VariablesThere:
     def kept(self) -> list[Variable]:
         """Variables that were written here since they were pulled: their values here count.
 
-        But where the servers' values are newer: a warning names these.
+        Variables whose value on the servers is newer are left out, and a warning names them.
         """
         written = self.held.written(self.held.variables, thorough=True)
         behind = self.held.behind(written)

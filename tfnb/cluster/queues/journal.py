@@ -30,9 +30,10 @@ EXCHANGEABLE = ("fifo", "padding", "shuffle", "priority")
 class ChannelMark:
     """The part of one channel's history that a copy of a queue includes.
 
-    ``ended``: the last end on the server; ``heard``: the last end acknowledged by the channel: elements dequeued under
-    later ends are in the copy. ``put``: by number of an open or unacknowledged enqueue, the elements in the copy;
-    ``over``: numbers of such enqueues, and of closes, that had ended well.
+    An end is the result of an operation, by the number that the server gave it. ``ended``: the last one; ``heard``: the
+    last one that the channel acknowledged: elements dequeued under later ends are in the copy. ``put``: by number of an
+    open or unacknowledged enqueue, the elements in the copy; ``over``: numbers of such enqueues, and of closes, that
+    had ended well.
     """
 
     ended: int = 0
@@ -114,7 +115,7 @@ class Journal:
         self.nbytes = sum(done.nbytes for done in self.done)
 
     def forget(self) -> None:
-        """Discard the copy, after the queue was given other contents."""
+        """Discard the copy: the queue was given other contents, or the last training is over."""
         self.era += 1
         self.held, self.seen, self.done, self.nbytes = None, ChannelMark(), [], 0
 

@@ -1,4 +1,4 @@
-"""The state of a training on one shard: its rounds, or the clocks of its loops. Data only; `core` writes.
+"""The state of a training on one shard: its rounds, or the clocks of its loops. Data only; `trainings` writes.
 
 A synchronous training has rounds, which commit without the notebook.
 Every worker contributes to round k and is answered with the values after the round. A shard with all parts computes its
@@ -8,9 +8,10 @@ others.
 
 A round has places: the rows and the random stream of one part of its batch. Each shard keeps the first part that comes
 for a place, and drops copies: the parts of a place are equal, whoever computes them, so all shards write the same. With
-as many places as workers each worker has its own. With spare workers the first shard gives the places of the next
-round away in the order in which workers come for them; later ones copy the place that was given away last. Who sends a
-copy while the part of another place is missing computes that one, so that no round waits for the slowest workers.
+as many places as workers each worker has its own. With spare workers the first shard gives the places of the next round
+away in the order in which workers come for them; later ones copy the place with the fewest workers, among equals the
+one given away last. Who sends a copy while the part of another place is missing computes that one, so that no round
+waits for the slowest workers.
 
 With bounded staleness each loop has a clock, its number of applied steps, and reads only while its lead over the
 slowest loop is within the bound. A loop that stands still leaves, and no loop waits for it.

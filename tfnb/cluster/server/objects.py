@@ -83,7 +83,7 @@ class ActResult(NamedTuple):
 class Channel:
     """The acts of one process. ``posted``: number of the last post; ``serial``: of the last end.
 
-    ``awake``: names of channels with ends that nobody looked at, this one's among them.
+    ``awake``: shared by all channels of the server: names of those with results that no waiting call has been given.
     """
 
     name: str

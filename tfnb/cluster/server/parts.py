@@ -121,8 +121,8 @@ def checked(
 
 
 def averaged(program: ServerProgram, parts: Sequence[StagedPart]) -> list[torch.Tensor]:
-    """The feeds of a program for the whole batch. Raises NonFiniteGradient where only parts without weight were not
-    finite, and no other has weight.
+    """The feeds of a program for the whole batch. Raises NonFiniteGradient where a part of weight 0 is there and the
+    merged gradients are not finite.
     """
     tensors = [part.tensors for part in parts]
     feeds = merged(program.kinds, program.weights, tensors, [part.rows for part in parts])

@@ -119,7 +119,11 @@ class Trainings:
         return answer
 
     def _keep(self, course: Course, turn: OpenRound, request: Request, now: float) -> Refusal | None:
-        """Keep the part of a place that has none yet; the last one makes the round whole."""
+        """Keep the part of a place that has none yet; the last one makes the round whole.
+
+        Another part for the place is dropped: the answer of `contribute` says that it does not count, and the loop of
+        its task adds it to ``late`` of its reports.
+        """
         meta, place = request.meta, int(request.meta["place"])
         if place in turn.parts:
             return None

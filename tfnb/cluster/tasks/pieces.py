@@ -53,10 +53,11 @@ class TaskShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PieceOrder:
-    """One piece of training. ``steps``: of the data sent ahead; else ``batches`` holds (feeds, rows, run index).
+    """One piece of training. ``steps``: of the data sent ahead; else ``batches`` holds feeds, rows, run index, and of
+    each feed whether its rows are divided.
 
-    ``part``: None for whole batches. ``fewer``: by rows of a batch, of how many parts it is made at most where guards
-    of the recording ask for more rows than its parts would have.
+    ``part``: None for whole batches. ``fewer``: by the number of rows of a batch, the most parts that the guards of the
+    recording allow; absent where they allow all.
 
     ``needs_all``: whether the worker at the first place looks at all rows.
     """

@@ -391,7 +391,9 @@ class TrainingLoop:
         return self._is_wanted and len({*self._rounds.values()}) <= 1 and not self._too_far
 
     def _applied(self, given: PieceOrder, index: int, done: _StepResult) -> None:
-        """Log a sent and answered part for the notebook, if the part counts."""
+        """Log a sent and answered part for the notebook if it counts; else count it as late: another task's copy was
+        first. Reports carry the number of late parts, and the card of the cluster shows it.
+        """
         share = done.share
         if self._counts:
             self._log.append(_AppliedPart(given.number, index, share.place, share.parts, share.rows, done.out))

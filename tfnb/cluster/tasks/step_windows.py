@@ -1,8 +1,8 @@
 """A window of steps at one stage of a pipeline, whose shard lies in this process: `tfnb.cluster.modes.windows`.
 
-The compute thread takes the steps by itself: it reads the Variables of its stage where they lie, computes its part,
-lets the shard prepare the write, agrees with the other stages, and lets the shard write. The notebook hears of the
-window when it is over.
+A thread of `ClusterTask.waiting` takes the steps by itself: it reads the Variables of its stage where they lie,
+computes its part, lets the shard prepare the write, agrees with the other stages, and lets the shard write. The
+notebook hears of the window when it is over.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class StageWindow:
         return Ok(facts, [value for out in self.found for value in out if value is not None])
 
     def take(self, compute: Compute) -> None:
-        """Take all steps, in the compute thread; what fails is kept as the window's failure."""
+        """Take all steps, in a thread that may wait; what fails is kept as the window's failure."""
         try:
             for number, step in zip(self.rounds, self._steps, strict=True):
                 self._take(compute, number, step)

@@ -268,7 +268,7 @@ class ClusterTask:
         return await answered
 
     async def used(self) -> int:
-        """Bytes of the values of its own shards, with their older generations."""
+        """Bytes of the values of its own shards, with their older generations and staged parts."""
         asks = [
             Request("stat", self.link.op(), self.epoch, self.incarnation, {"shard": core.shard}) for core in self.cores
         ]
@@ -381,7 +381,7 @@ class ClusterTask:
     async def _reset(self, request: Request) -> Answer:
         """End every round and loop, and drop data and copies of values; answers when nothing of them runs.
 
-        The notebook had taken this task for dead, and sends plans and data anew.
+        The notebook had taken this task for silent, and sends plans and data anew.
         """
         if request.op != self._reset_by:
             self._reset_by = request.op

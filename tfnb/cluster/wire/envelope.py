@@ -225,7 +225,8 @@ def _large(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> dict[int, t
 
 
 def bytes_of(tensor: torch.Tensor, position: int) -> memoryview:
-    """The values of a tensor as bytes, in shared memory if possible. Raises UnsupportedDtype for other tensors.
+    """The values of a tensor as bytes, in the tensor's own memory where that is possible. Raises UnsupportedDtype for
+    other tensors.
 
     position: of the tensor in its message, for the error.
     """

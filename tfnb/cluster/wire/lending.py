@@ -1,4 +1,6 @@
-"""Lane M: a task and a server of one host lend each other tensors in shared memory, message by message on their stream.
+"""Tensors that a task and a server, or two tasks, of one host lend each other in shared memory, message by message.
+
+A word is an int64 in a segment that both processes map: it says who may read or write the memory.
 
 A server lends values in place, in its slabs. The task copies them at once and acknowledges the copy in the word of a
 shared segment; until then the server writes into another generation. If the server has given up that reader meanwhile,

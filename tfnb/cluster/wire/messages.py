@@ -89,8 +89,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Certainly not executed. ``reason``: fenced, stale, too-old, unknown-plan, unknown-task, poisoned, protocol,
-    given-up (its loop was), again (it waits inside and keeps its place: ask again under the same identity)."""
+    """Certainly not executed, but for ``again``. ``reason``: fenced, stale, too-old, unknown-plan, unknown-task,
+    poisoned, protocol, given-up (its loop was), again (it waits inside, or was executed and its values come in another
+    message: ask again under the same identity).
+    """
 
     reason: str
     message: str = ""

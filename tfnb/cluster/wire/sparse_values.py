@@ -1,6 +1,7 @@
 """Values in messages: a large table with few rows that are not zero travels as these rows.
 
-Between a notebook and servers only; a task asks for rows. See `tfnb.graph.lazy_memory`.
+Between a notebook, servers, and tasks that hold copies of shards; a task that computes asks for rows. See
+`tfnb.graph.lazy_memory`.
 """
 
 from __future__ import annotations

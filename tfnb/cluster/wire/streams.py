@@ -1,4 +1,5 @@
-"""Direct streams: one connection from a compute task to a server process, for the messages of resident loops.
+"""Direct streams: one connection from a compute task to a server process, for resident loops and copies of shards;
+posts between tasks begin as one.
 
 A server listens on the interface of its own worker, with the encryption of the cluster if that has one
 (`distributed.Security`). A task that wants to connect asks for a key by Dask's connections; the key serves once, and

@@ -155,7 +155,8 @@ class Link:
         self, peer: Peer, method: str, meta: Mapping[str, Any] | None = None, tensors: Sequence[torch.Tensor] = (), *,
         epoch: int, op: OpId | None = None, deadline: float | None = None,
     ) -> Outcome:  # fmt: skip
-        """Call a method of a task; ``deadline`` is an instant of `time.monotonic`. Raises nothing but bad arguments.
+        """Call a method of a task; ``deadline`` is an instant of `time.monotonic`. What fails on the way is an outcome,
+        not an exception.
 
         Raises UnsupportedDtype, ResourceExhausted or InvalidArgument if the message cannot be encoded, before sending.
         """
@@ -181,7 +182,9 @@ class Link:
         self, peer: Peer, method: str, meta: Mapping[str, Any] | None = None, tensors: Sequence[torch.Tensor] = (), *,
         epoch: int, op: OpId | None = None, deadline: float,
     ) -> Outcome:  # fmt: skip
-        """`call`, repeated with the same identity while the outcome is silence and time is left."""
+        """`call`, repeated with the same identity while no answer came by the deadline, or it is ``again``, and time is
+        left; not after NotSent or a broken connection.
+        """
         op = op or self.op()
         for attempt in itertools.count():
             until = min(deadline, self.deadline(method, envelope.size(tensors)))

@@ -29,10 +29,11 @@ def autograph(function: F) -> F:
     """``function``, whose control flow on recorded tensors becomes part of the graph.
 
     An ``if``, ``while``, ``for``, ``and``, ``or``, ``not`` or conditional expression that asks for the truth of a
-    recorded tensor is a `tfnb.cond` or `tfnb.while_loop`, decided by each run; anything else is what Python does. So
-    are ``for row in x`` and ``range(n)`` where only a run knows the number. Functions that it calls are converted with
-    it where they are the user's and have source; torch and installed packages run as they are. A statement that cannot
-    be staged stays Python: a guard, and a note of the graph that says why. A cell does all this by itself.
+    recorded tensor is a `tfnb.cond` or `tfnb.while_loop`, decided by each run; ``for row in x`` and ``range(n)`` are
+    loops of the graph where only a run knows the number. Anything else is what Python does. Functions that it calls are
+    converted with it where they are the user's and have source; torch and installed packages run as they are. A
+    statement that cannot be staged stays Python: a guard, and a note of the graph that says why. A cell does all this
+    by itself.
 
     ``x.item()``, ``float(x)``, ``int(x)`` and ``bool(x)`` stay in the graph, as numbers that differ from run to run. A
     list that a loop appends to is one stacked tensor after the loop.

@@ -29,7 +29,7 @@ def function(fn: Callable[..., Any] | None = None, *, limit: int = LIMIT) -> Any
     """A function drawn as one box under its name, possibly recursive.
 
     Tensors among its arguments, in lists, tuples and dicts, may be of any dtype and shape in each call; what else it is
-    given is fixed while it is recorded. A function that calls nothing of its own is recorded in place. One that calls
+    given is fixed while it is recorded. A function that does not call itself is recorded in place. One that calls
     itself, at once or by others, becomes a node with a body: a `tfnb.cond` inside decides in each run how deep it goes.
     It may use tensors and Variables around it, and not write them. Such a function is called several times while it is
     recorded. Outside a recording it is just called.

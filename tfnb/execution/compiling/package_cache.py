@@ -237,7 +237,9 @@ def packages() -> PackageCache:
 
 @cache
 def surroundings() -> str:
-    """A digest of a package's dependencies beside its step: our code, torch, Python, processor and C++ compiler."""
+    """A digest of a package's dependencies beside its step: the files of our code that shape one (`SHAPES_CODE`,
+    kernels), torch, Python, processor and C++ compiler.
+    """
     home, kernels = _folder("tfnb"), _folder("tfnb.kernels")
     sources = _stamps([*(home / name for name in SHAPES_CODE), kernels])
     found = [*sources, sys.version, sys.platform, platform.machine(), _processor()]

@@ -144,9 +144,9 @@ class Frame:
 
 
 class Window:
-    """Flow control of a loop against the same loop in other parts, by acknowledged iterations.
+    """Flow control of a loop that spans parts: how far a part may run ahead of the acknowledgements of the others.
 
-    An iteration needs of other parts nothing of later ones, so what holds a later one back lets all of it go on.
+    An iteration needs nothing of later iterations of other parts, so to hold back a later one cannot block it.
     """
 
     __slots__ = ("acknowledged", "asked", "at", "frame", "held", "sent", "settled", "taken", "told", "unsettled")

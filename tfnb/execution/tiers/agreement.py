@@ -2,8 +2,8 @@
 
 It rounds in other places, which some steps make much of: Adam takes a whole step along a gradient that is zero but for
 rounding, as that of the bias of attention's keys is. So where code differs, generated code runs once more on
-arguments that are changed by a rounding each. The differences, sorted, are to be no more than some times as large as
-those that this makes: a few elements that mean nothing pass so, and a wrong value does not.
+arguments that are changed by a rounding each. The differences are accepted if, sorted, none is larger than `ROUNDINGS`
+times the change that this rounding causes: a few elements that mean nothing pass so, and a wrong value does not.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def compared(
 
 
 def difference(program: Program, generated: Forward, compiled: Forward, args: Sequence[Any]) -> str | None:
-    """The difference between compiled and generated code in a few words; None if they agree or take too long.
+    """The difference between compiled and generated code in a few words; None if they agree, if generated code takes
+    longer than 5 s, or if compiled code refuses the operands.
 
     Code that writes is compared by what it leaves in ``args``; generated code then writes into copies.
     """

@@ -161,7 +161,7 @@ def worth(gain: Gain, cost: float, steps: float, *, within: float = math.inf) ->
 
 
 def reason(gain: Gain, cost: float, decision: Decision, *, within: float = math.inf) -> str:
-    """Why a step is not compiled, in a sentence without its end.
+    """Why a step is not compiled, as a clause for messages, without a full stop.
 
     >>> reason(Gain(12.1e-3, 11.6e-3, 11.4e-3, 14), 30.0, "never")
     'compiling would save about 4 % of a step (12.1 ms, of which 11.4 ms are in 14 library calls), and cost about 30 s'

@@ -157,7 +157,7 @@ def _values(found: object) -> list[Any]:
 
 
 class _Reader:
-    """Iterations JSON records into nodes, given the tables of the file."""
+    """Turns JSON records into nodes, given the tables of the file."""
 
     def __init__(
         self, document: dict[str, Any], tensors: Mapping[str, torch.Tensor], new_id: Callable[[], int],

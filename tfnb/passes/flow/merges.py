@@ -1,4 +1,4 @@
-"""How the values that replicas of a step, or its microbatches, have of one thing become that of the whole batch.
+"""How the partial results of replicas, or of microbatches, are reduced to the result of the whole batch.
 
 Each way is a row of MERGES: servers take it for what tasks send, the notebook for what they fetch, and a loop over
 microbatches carries it. A fetched value that depends on rows has its way by `way_of`. A mean takes the parts' shares,

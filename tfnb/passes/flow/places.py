@@ -1,8 +1,9 @@
 """Where each op of the dataflow form is done. Pure.
 
 An op has a home, or it is done anew at each place that wants its value: what is fed and views of it, constants, tensors
-of one number, the number of the run, and all that a loop counts with. The control loop of EuroSys'18 §4.4 is the loop's
-own counter, done anew at each place.
+of constant size that are filled with one number, the number of the run, and all that a loop counts with. The control
+loop of EuroSys'18 §4.4 is the loop's own counter, done anew at each place: a counted loop ends everywhere by itself. A
+condition that is computed from tensors has a home; its truth is sent to each other place once for each iteration.
 
 A node's home is the place that it asks for. One that asks for nothing goes where its first operand is, or where it is
 first used if that has no home; the ops that a loop or branch is made of go with the values that they pass on.

@@ -124,7 +124,8 @@ def record(
 
     graph: None for a new unnamed graph, a name for a new graph of that name, a Graph to append to. device: where
     factories and placeholders go. lazy: shapes only, no values. Raises whatever the block raises, with the graph
-    unchanged. Raises InvalidArgument for a name of several words.
+    unchanged; InvalidArgument for a name of several words and for a device that is not here; FailedPrecondition for a
+    finalized graph.
 
     >>> from tfnb.recording import placeholder
     >>> with record() as g:

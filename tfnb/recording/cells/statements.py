@@ -32,8 +32,8 @@ _GIVES_STEP = re.compile(r"[\w.\[\]]+\.(step|minimize|apply_gradients)\([^;]*\)"
 class Note(NamedTuple):
     """A note: code of the block that no run executes by itself, and the remedy.
 
-    nodes: those of a statement of a block without a step. uses_queues: it is for a run of its own, as whoever records
-    operations on queues wants.
+    nodes: those of a statement of a block without a step. uses_queues: the statement uses a queue; it is meant to be
+    fetched by itself, so no warning is given.
     """
 
     source: SourceLine | None

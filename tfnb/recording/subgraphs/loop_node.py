@@ -73,7 +73,7 @@ class LoopRecorder:
     reverse: see `tfnb.graph.subgraph`. saver: of the loop that this one goes back through. results: specs of the
     carried values after the loop, where they are known although the values change their shapes on the way. recompute:
     the gradient of a loop around this one does not keep what this one makes. swap: whether what is kept
-    for gradients moves out of a run's memory; None: as the memory plan chooses. entered: whether the samples take a
+    for gradients moves out of a run's memory; None: as the memory plan chooses. entered: whether the samples take an
     iteration.
     """
 

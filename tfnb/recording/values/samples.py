@@ -91,7 +91,7 @@ class Samples:
             self._drop(next(iter(self._kept)))
 
     def lacks(self, node: int) -> None:
-        """Said of a node whose outputs have no samples, as an input has none."""
+        """Mark a node as without samples, since one of its inputs has none."""
         self._absent.add(node)
 
     def is_absent(self, value: Value) -> bool:

@@ -28,7 +28,7 @@ def variable(source: object, *, name: str | None = None, trainable: bool | None 
 
     One Variable per object, so tied weights are one. It shares the module's storage, and once it was met inside a
     module it follows what that module holds in its place. trainable: by default as ``requires_grad`` says. Raises
-    InvalidArgument for anything else.
+    InvalidArgument for what is no tensor.
 
     >>> layer = torch.nn.Linear(2, 3)
     >>> v = variable(layer.weight)

@@ -1,8 +1,9 @@
 """Requests of the native tier: a step as JSON and tensors, for operands of given layouts. Contains no code.
 
 The graph is the lowered one, after all passes, so the compiler's process runs no pass. `NativeRequest.key` digests what
-the code depends on: ops, edges, attributes, specs, constants and tags of the nodes, layouts of operands, threads and
-torch's default dtype. Names of nodes and Variables are no part of the key.
+the code depends on: ops, edges, control edges, attributes, specs, constants and tags of the nodes, feeds and fetches,
+layouts of operands, the axes that vary, threads and torch's default dtype. Names of nodes and Variables, and the seed,
+are no part of the key.
 """
 
 from __future__ import annotations
