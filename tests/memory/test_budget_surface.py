@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -186,3 +189,10 @@ def test_scratch_is_not_measured_inside_of_a_profiler() -> None:
     graph, x, train = convolved(torch.float32)
     with torch.profiler.profile(), pytest.raises(FailedPrecondition, match="before its block"):
         tfnb.Session(graph, compile="off", memory_budget="1GB").run(train, {x: torch.randn(5, 8, 16, 16)})
+
+
+def test_the_profiler_writes_nothing_to_the_standard_error() -> None:
+    code = "import torch; from tfnb.memory.scratch import allocated; allocated(lambda: torch.ones(3) + 1, 'cpu')"
+    surroundings = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=surroundings, check=True)
+    assert not done.stderr + done.stdout

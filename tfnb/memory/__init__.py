@@ -7,7 +7,7 @@ is carried out, for straight code, by copies of nodes in the graph; for rows of 
 and the files beside it; for packs, by `tfnb.execution.pack_step`. `packs`, `pack_cut`, `pack_tasks`: a step in packs of
 layers; `residency`: which tensors, small ones in `slabs`, are on the device for which tasks; `moves`: when they are
 copied; `lane_clock`: how long that takes; `pack_search`: which packs, and how many microbatches. `scratch`: bytes
-beside values, of Variables and kernels.
+beside values, of Variables and kernels, measured by torch's `profiler`.
 """
 
 from tfnb.memory.byte_counts import byte_count

@@ -14,16 +14,20 @@ from typing import Any
 
 import torch
 
-from tfnb.errors import FailedPrecondition
 from tfnb.graph import Contents, Graph, Node, Ref, Spec, Variable
 from tfnb.graph.node import map_leaves
 from tfnb.graph.ops import overload
 from tfnb.graph.spec import Dim
+from tfnb.memory.profiler import torch_profiler
 from tfnb.passes import LAID_OUT
 from tfnb.passes.liveness import nominal
 
 MEASURED = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
 _LOCK = threading.Lock()  # torch has one profiler for each process
+_RUNNING = (
+    "a memory budget counts the scratch of convolutions, which torch.profiler measures before the first run of a step, "
+    "and it is running already: run the step once before its block"
+)
 
 
 def state_bytes(graph: Graph) -> int:
@@ -105,14 +109,8 @@ def _measured(op: str, arguments: _Arguments, threads: int) -> int:
 
 def allocated(call: Any, device: str) -> tuple[int, list[torch.Tensor]]:
     """The most bytes that a call allocates on a device and holds at once, and the returned tensors."""
-    with _LOCK, torch.no_grad():
-        if torch.autograd._profiler_enabled():
-            raise FailedPrecondition(
-                "a memory budget counts the scratch of convolutions, which torch.profiler measures before the first "
-                "run of a step, and it is running already: run the step once before its block"
-            )
-        with torch.profiler.profile(activities=torch.profiler.supported_activities(), profile_memory=True) as profile:
-            results = call()
+    with _LOCK, torch.no_grad(), torch_profiler(_RUNNING, profile_memory=True) as profile:
+        results = call()
     held = most = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]" and event.device_type().name.lower() == device:

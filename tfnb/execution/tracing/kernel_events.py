@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tfnb.errors import FailedPrecondition
 from tfnb.execution.tracing.trace import Event
+from tfnb.memory.profiler import torch_profiler
 
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _CALL = "cpu_op"
+_RUNNING = (
+    "trace='kernels' starts torch.profiler, which is running already: use trace=True in its block, and "
+    "trace.save(path, profile=...) with the file that it exports"
+)
 
 
 @dataclass(slots=True)
@@ -34,12 +36,7 @@ def profiling(wanted: bool) -> Iterator[Profile]:
     if not wanted:
         yield made
         return
-    if torch.autograd._profiler_enabled():
-        raise FailedPrecondition(
-            "trace='kernels' starts torch.profiler, which is running already: use trace=True in its block, and "
-            "trace.save(path, profile=...) with the file that it exports"
-        )
-    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
+    with torch_profiler(_RUNNING) as profile:
         yield made
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "torch.json"
