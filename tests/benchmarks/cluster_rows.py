@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -41,6 +42,7 @@ from tfnb.cluster.wire.messages import Ask, Ok
 from tfnb.graph import lazy_memory
 
 HOST = "127.0.0.1"
+ROOT = Path(__file__).parents[2]
 Printed = dict[str, Any]
 
 
@@ -242,7 +244,7 @@ def crowd(count: int) -> Iterator[tuple[Client, Any]]:
 @contextmanager
 def many(address: str, count: int) -> Iterator[None]:
     """A process of so many workers, each of which stands for a machine."""
-    process = subprocess.Popen([sys.executable, "-m", __spec__.name, "--serve", address, str(count)])
+    process = subprocess.Popen([sys.executable, "-m", __spec__.name, "--serve", address, str(count)], cwd=ROOT)
     try:
         yield
     finally:
