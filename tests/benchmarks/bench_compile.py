@@ -34,9 +34,15 @@ CALLS, BLOCKS = 0.1, 9  # seconds of a block of calls, and how many blocks
 NATIVE = "tfnb.execution.tiers.native"
 STAGES = {
     (f"{NATIVE}.package", "exportable"): "trace", ("torch.export", "export"): "export",
-    ("torch._inductor", "aoti_compile_and_package"): "inductor", (f"{NATIVE}.package", "tried"): "trial",
+    ("torch._inductor", "aoti_compile_and_package"): "inductor", (f"{NATIVE}.package", "step_source"): "inductor",
+    (f"{NATIVE}.package", "tried"): "trial",
 }  # fmt: skip
-"""Functions whose time is a stage, without that of the compilers which they start."""
+"""Functions whose time is a stage, without that of the compilers which they start; a checkout may lack some."""
+MADE = {
+    "wrapper.o": "g++ wrapper", "kernel.o": "g++ kernels", "kernels.o": "g++ kernels", "call.so": "g++ call.c",
+    ".gch": "g++ header", "step.so": "g++ link", "wrapper.so": "g++ link", ".o": "g++ constants", ".so": "g++ probes",
+}  # fmt: skip
+"""Stages by how the name of a compiler's result ends, the first one that fits."""
 
 Step = tuple[Any, list[Any], dict[Any, torch.Tensor]]  # graph, fetches, feeds
 
@@ -149,20 +155,18 @@ def timed_stages(stages: Counter[str]) -> Iterator[None]:
     try:
         for (module, function), name in STAGES.items():
             place = import_module(module)
-            setattr(place, function, timed(getattr(place, function), lambda *_, name=name: name))
+            if hasattr(place, function):
+                setattr(place, function, timed(getattr(place, function), lambda *_, name=name: name))
         yield
     finally:
         subprocess.run = run  # the process ends with the other ones
 
 
 def made_by(command: list[str] | str, *_: Any) -> str:
-    """A word for what a command makes."""
+    """The stage of a command."""
     words = command.split() if isinstance(command, str) else [*map(str, command)]
-    target = next((words[at + 1] for at, word in enumerate(words[:-1]) if word == "-o"), "")
-    for part in ("wrapper.o", "kernel.o", "call.so", ".gch", ".i"):
-        if target.endswith(part):
-            return f"g++ {part}"
-    return f"g++ link {'consts' if target.endswith('.o') else ''}".strip() if target else Path(words[0]).name
+    made = next((words[at + 1] for at, word in enumerate(words[:-1]) if word == "-o"), "")
+    return next((stage for end, stage in MADE.items() if made.endswith(end)), "other commands")
 
 
 def called(folder: Path) -> dict[str, Any]:

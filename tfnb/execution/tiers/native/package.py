@@ -7,6 +7,7 @@ To load one runs its code: only folders that this user's tfnb wrote are loaded.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,8 @@ def build(request: NativeRequest, folder: Path) -> None:
         vector_instructions()
         table = decompositions(select_decomp_table())
         module, examples, about = exportable(program, request.operands, table, request.varying)
-        exported = torch.export.export(module, tuple(examples), dynamic_shapes=_dynamic(about))
         try:
-            source = step_source(exported.module(check_guards=False), examples, settings)
+            source = step_source(_sized(module, examples, about), examples, settings)
         except Exception:  # inductor makes other errors of one
             if missing:
                 raise Formless(missing) from None
@@ -102,16 +102,17 @@ def _before_kernels(graph: fx.Graph) -> None:
     choose_products(graph)
 
 
-def _dynamic(about: About) -> tuple[dict[int, Any] | None, ...] | None:
-    """The varying axes in torch's form; torch raises if code specializes a named size."""
+def _sized(module: fx.GraphModule, examples: Sequence[torch.Tensor], about: About) -> fx.GraphModule:
+    """The module for all sizes of its varying axes; torch raises if code specializes a named size."""
     if not about.varying:
-        return None
+        return module
     names = dict.fromkeys(symbol for _, _, symbol in about.varying)
     sizes = {symbol: torch.export.Dim(f"size{place}", min=LEAST) for place, symbol in enumerate(names)}
-    found: list[dict[int, Any]] = [{} for _ in about.operands]
+    axes: list[dict[int, Any]] = [{} for _ in about.operands]
     for place, axis, symbol in about.varying:
-        found[place][axis] = sizes[symbol]
-    return tuple(axes or None for axes in found)
+        axes[place][axis] = sizes[symbol]
+    exported = torch.export.export(module, tuple(examples), dynamic_shapes=tuple(each or None for each in axes))
+    return exported.module(check_guards=False)
 
 
 def _called(node: Any) -> torch._ops.OpOverload | None:
