@@ -1,4 +1,4 @@
-"""Processor time of compiled packages, by stage: `python -m tests.benchmarks.bench_compile [NAME ...] [--beside FOLDER]`.
+"""Processor time of packages, by stage: `python -m tests.benchmarks.bench_compile [NAME ...] [--beside FOLDER]`.
 
 Each step of `STEPS` is built as the compiler's process builds it: from a request in files, in a process that has built
 the steps before it. ``first`` comes first, in a process with an empty cache. Seconds are those of a processor, of the
@@ -235,11 +235,13 @@ def main() -> None:
         for _ in range(given.turns):
             for checkout, place in checkouts.items():
                 turns[checkout].append(turn(script, place, Path(folder), names))
-    found = {checkout: medians(rows) for checkout, rows in turns.items()}
+            found = {checkout: medians(rows) for checkout, rows in turns.items()}
+            count = len(turns["this"])
+            RESULTS.write_text(json.dumps({"torch": torch.__version__, "turns": count, **found}, indent=1) + "\n")
     for name in ("import", *names):
         for checkout, rows in found.items():
-            print(f"{name:14} {checkout:6}", *(f"{stage} {shown(value)}" for stage, value in rows[name].items()), sep="  ")
-    RESULTS.write_text(json.dumps({"torch": torch.__version__, "turns": given.turns, **found}, indent=1) + "\n")
+            stages = (f"{stage} {shown(value)}" for stage, value in rows[name].items())
+            print(f"{name:14} {checkout:6}", *stages, sep="  ")
 
 
 def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Where one of these fails with another torch, packages of steps would not be buil
 from __future__ import annotations
 
 import inspect
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -87,16 +88,29 @@ def test_the_precompiled_header_is_taken_for_the_wrapper_and_for_kernels(tmp_pat
     (tmp_path / "code.cpp").write_text("int nothing;\n")
     for is_wrapper in (True, False):
         options = machine_code._options(compile_only=True, min_optimize=is_wrapper, extra_flags=["-H"])
-        options.precompiled_header = str(header)
-        command = CppBuilder("code", str(tmp_path / "code.cpp"), options, str(tmp_path)).get_command_line()
-        said = subprocess.run(command.split(), capture_output=True, text=True, check=True, cwd=tmp_path).stderr
+        options.precompiled_header = shlex.quote(str(header))
+        command = CppBuilder("code", "code.cpp", options).get_command_line()
+        said = subprocess.run(shlex.split(command), capture_output=True, text=True, check=True, cwd=tmp_path).stderr
         assert f"! {header}.gch" in said.splitlines(), said[:500]
+
+
+@pytest.mark.slow
+def test_without_its_precompiled_header_a_step_compiles_with_the_plain_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_code, "_header", lambda: tmp_path / "gone" / "step.h")
+    text = "AtenTensorHandle given(at::vec::Vectorized<float>);\n"  # both of the header
+    folder = tmp_path / "with a space"
+    folder.mkdir()
+    build_library(StepSource(text, text, (), 0, 0), folder)
+    assert {path.name for path in folder.iterdir()} == {"step.so", "call.so"}
 
 
 def test_a_header_is_of_the_files_that_it_includes(tmp_path: Path) -> None:
     included = tmp_path / "a header.h"
     included.write_text("int before;")
-    (tmp_path / INCLUDED).write_text(f"step.h.gch: \\\n {tmp_path}/step.h \\\n {str(included).replace(' ', chr(92) + ' ')}\n")
+    escaped = str(included).replace(" ", "\\ ")
+    (tmp_path / INCLUDED).write_text(f"step.h.gch: \\\n {tmp_path}/step.h \\\n {escaped}\n")
     facts = {INCLUDED: machine_code._included(tmp_path)}
     assert machine_code._is_current(tmp_path, facts)
     included.write_text("int after;")

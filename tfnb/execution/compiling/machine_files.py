@@ -1,8 +1,8 @@
 """Files that compilations of this machine share, kept among the packages and checked like them.
 
-An entry is kept under its name and the digest of `package_cache.machine`: another torch, processor or compiler makes its
-own. Its files are compared with their digests when a process first uses it. It counts in the limit of the cache, and
-goes like a package when it was used longest ago.
+An entry is kept under its name and the digest of `package_cache.machine`: another torch, processor or compiler makes
+its own. Its files are compared with their digests when a process first uses it. It counts in the limit of the cache,
+and goes like a package when it was used longest ago.
 """
 
 from __future__ import annotations

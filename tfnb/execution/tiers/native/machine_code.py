@@ -1,9 +1,9 @@
 """From the C++ of a step to a library that this machine loads, with as little work for the compiler as can be.
 
-What all steps of a machine share is made once, see `machine_files`: ``step.h`` in the compiler's own form, which is most
-of what a step includes; the functions of `call.c` and `direct.c`; and the programs by which inductor finds out what the
-processor can do. Their names hold their sources and the compiler's flags. The header is made anew as well where a file
-that it includes has another size or time, and g++ takes none that another g++ made.
+What all steps of a machine share is made once, see `machine_files`: ``step.h`` in the compiler's own form, which is
+most of what a step includes; the functions of `call.c` and `direct.c`; and the programs by which inductor finds out
+what the processor can do. Their names hold their sources and the compiler's flags. The header is made anew as well
+where a file that it includes has another size or time, and g++ takes none that another g++ made.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,32 +31,49 @@ from tfnb.execution.tiers.native.step_source import StepSource
 STEP, CALL = "step.so", "call.so"
 HEADER, INCLUDED = "step.h", "included.d"  # the second: names of all files that the header includes
 ROOM = 512 << 20  # bytes of the cache from which on it holds a precompiled header, of 150 MB
+LEAN = {
+    "aot_inductor.enable_line_tables": False,  # four fifths of the file, which is read before the first step
+    "cpp_cache_precompile_headers": False,  # inductor's own
+}
 _HERE = Path(__file__).parent
 
 
 def build_library(source: StepSource, folder: Path) -> None:
     """Put the library of a step into a folder, and the functions that call it."""
-    drafts, header, objects = folder / "objects", _header(), []
+    drafts = folder / "objects"
     drafts.mkdir()
-    for name, text, is_wrapper in (("wrapper", source.wrapper, True), ("kernels", source.kernels, False)):
-        (drafts / f"{name}.cpp").write_text(text)
-        options = _options(compile_only=True, min_optimize=is_wrapper)
-        options.precompiled_header = shlex.quote(str(header))
-        objects.append(_built(name, [drafts / f"{name}.cpp"], drafts, options))
-    _built(Path(STEP).stem, objects, folder, _options())
+    objects = [
+        _object("wrapper", source.wrapper, drafts, min_optimize=True),
+        _object("kernels", source.kernels, drafts),
+    ]
+    (drafts / _built("step", objects, drafts, _options())).rename(folder / STEP)
     shutil.copyfile(_caller(), folder / CALL)
     shutil.rmtree(drafts)
 
 
-def _built(name: str, sources: list[Path], folder: Path, options: CppTorchDeviceOptions) -> Path:
-    builder = CppBuilder(name, [*map(str, sources)], options, str(folder))
-    builder.build()
-    return Path(builder.get_target_file_path())
+def _object(name: str, text: str, folder: Path, **more: bool) -> str:
+    """The object of a source; with the plain header where the compiler cannot take the precompiled one."""
+    (folder / f"{name}.cpp").write_text(text)
+    options, plain = _options(compile_only=True, **more), _HERE / HEADER
+    if (header := _header()) != plain:
+        options.precompiled_header = shlex.quote(str(header))
+        with suppress(CppCompileError):  # another process made room, or g++ finds its addresses taken
+            return _built(name, [f"{name}.cpp"], folder, options)
+    options.precompiled_header = shlex.quote(str(plain))
+    return _built(name, [f"{name}.cpp"], folder, options)
+
+
+def _built(name: str, sources: Sequence[str], folder: Path, options: CppTorchDeviceOptions) -> str:
+    """Run the compiler in a folder, as inductor quotes no path; gives the name of the file that it makes there."""
+    builder = CppBuilder(name, [*sources], options)
+    cpp_builder.run_compile_cmd(builder.get_command_line(), str(folder))
+    return builder.get_target_file_path()
 
 
 def _options(**more: Any) -> CppTorchDeviceOptions:
     """The compiler's flags, as AOTInductor sets them for a step on the CPU."""
-    return CppTorchDeviceOptions(vec_isa=vector_instructions(), device_type="cpu", aot_mode=True, **more)
+    with config.patch(LEAN):
+        return CppTorchDeviceOptions(vec_isa=vector_instructions(), device_type="cpu", aot_mode=True, **more)
 
 
 def _header() -> Path:
@@ -72,10 +90,8 @@ def _header() -> Path:
 
 
 def _precompile(folder: Path) -> Mapping[str, Any]:
-    header = folder / HEADER
-    shutil.copyfile(_HERE / HEADER, header)
-    listing = f"-MD -MF {shlex.quote(str(folder / INCLUDED))}"
-    CppBuilder(str(header), str(header), _options(precompiling=True, extra_flags=[listing])).build()
+    shutil.copyfile(_HERE / HEADER, folder / HEADER)
+    _built(HEADER, [HEADER], folder, _options(precompiling=True, extra_flags=[f"-MD -MF {INCLUDED}"]))
     return {INCLUDED: _included(folder)}
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.convert_frame import compile_lock
-from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.ir import FallbackKernel
@@ -33,8 +32,6 @@ from tfnb.execution.tiers.native.step_arguments import CONSTANTS, save_arguments
 from tfnb.execution.tiers.native.step_source import StepSource, step_source
 from tfnb.execution.tiers.native.trial import tried
 from tfnb.execution.tiers.native.unrolling import unroll_scans
-
-LEAN = {"aot_inductor.enable_line_tables": False}  # four fifths of the file, which is read before the first step
 
 
 def build_in(folder: Path) -> dict[str, Any]:
@@ -70,7 +67,7 @@ def build(request: NativeRequest, folder: Path) -> None:
         "compile_threads": 1, "cpp.threads": request.threads, "layout_optimization": False,
         "post_grad_custom_pre_pass": _before_kernels, "_pre_fusion_custom_pass": prepared, "cpp.vec_isa_ok": True,
     }  # fmt: skip
-    with compile_lock, torch.no_grad(), warnings.catch_warnings(), config.patch(LEAN):
+    with compile_lock, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         vector_instructions()
         table = decompositions(select_decomp_table())

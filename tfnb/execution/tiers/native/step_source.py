@@ -47,7 +47,12 @@ def step_source(module: fx.GraphModule, examples: Sequence[torch.Tensor], settin
         setting(codecache, AotCodeCompiler=found),
     ):
         aot_compile(module, tuple(examples), options={"aot_inductor.package": True, **settings})
-    return found.source
+    made = found.source
+    if "proxy_executor_call_function(" in made.wrapper:
+        raise Unimplemented("an op of it has no form in C")
+    if any(x.layout is not torch.strided or x.device.type != "cpu" or x.storage_offset() for x in made.constants):
+        raise Unimplemented("a constant of it has no form in C")
+    return made
 
 
 class _Generated:
@@ -57,11 +62,7 @@ class _Generated:
 
     def compile(self, graph: Any, wrapper: str, kernels: str, *_: object, **__: object) -> list[str]:
         """Keep the source; gives the names of no files."""
-        if "proxy_executor_call_function(" in wrapper:
-            raise Unimplemented("an op of it has no form in C")
         constants = tuple(graph.get_original_value_of_constant(name) for name in graph.constants)
-        if any(x.layout is not torch.strided or x.device.type != "cpu" or x.storage_offset() for x in constants):
-            raise Unimplemented("a constant of it has no form in C")
         code = f"{wrapper}\n{ENTRY.read_text()}"
         self.source = StepSource(code, kernels, constants, len(graph.graph_inputs), len(graph.graph_outputs))
         return []
