@@ -41,7 +41,7 @@ class StepSource:
 def step_source(module: fx.GraphModule, examples: Sequence[torch.Tensor], settings: dict[str, Any]) -> StepSource:
     """The source of a module whose operands lie as the examples; raises Unimplemented, or an error of torch."""
     init_backend_registration()
-    found = _Generated()
+    found = _SourceCapture()
     with (
         setting(device_codegens["cpu"], cpp_wrapper_codegen=StepWrapper),
         setting(codecache, AotCodeCompiler=found),
@@ -55,7 +55,7 @@ def step_source(module: fx.GraphModule, examples: Sequence[torch.Tensor], settin
     return made
 
 
-class _Generated:
+class _SourceCapture:
     """Stands where inductor compiles what it has generated, and keeps it."""
 
     source: StepSource
