@@ -14,7 +14,7 @@ import pytest
 
 from tfnb.errors import InvalidArgument
 from tfnb.execution.compiling import package_cache
-from tfnb.execution.compiling.package_cache import PackageCache, packages, surroundings
+from tfnb.execution.compiling.package_cache import PackageCache, machine, packages, surroundings
 
 
 def kept(cache: PackageCache, key: str, size: int = 100) -> Path:
@@ -166,15 +166,23 @@ def test_a_package_is_of_the_sources_that_shape_it(tmp_path: Path) -> None:
 
 
 def test_a_package_is_of_this_code_and_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {surroundings.__wrapped__()}
-    assert found == {surroundings.__wrapped__()}
-    monkeypatch.setenv("CXX", "/bin/true")
-    found.add(surroundings.__wrapped__())
-    monkeypatch.setattr(package_cache, "_processor", lambda: "flags: none")
-    found.add(surroundings.__wrapped__())
-    monkeypatch.setattr("torch.__version__", "1.0")
-    found.add(surroundings.__wrapped__())
-    assert len(found) == 4
+    def digests() -> tuple[str, str]:
+        machine.cache_clear()
+        return machine(), surroundings.__wrapped__()
+
+    found = {digests()}
+    assert found == {digests()}
+    try:
+        with monkeypatch.context() as other:
+            other.setenv("CXX", "/bin/true")
+            found.add(digests())
+            other.setattr(package_cache, "_processor", lambda: "flags: none")
+            found.add(digests())
+            other.setattr("torch.__version__", "1.0")
+            found.add(digests())
+    finally:
+        machine.cache_clear()
+    assert [len(set(each)) for each in zip(*found, strict=True)] == [4, 4]
     assert json.dumps(sorted(found)).isascii()
 
 

@@ -237,14 +237,18 @@ def packages() -> PackageCache:
 
 @cache
 def surroundings() -> str:
-    """A digest of a package's dependencies beside its step: the files of our code that shape one (`SHAPES_CODE`,
-    kernels), torch, Python, processor and C++ compiler.
-    """
+    """A digest of a package's dependencies beside its step: our code (`SHAPES_CODE`, kernels), and the `machine`."""
     home, kernels = _folder("tfnb"), _folder("tfnb.kernels")
     sources = _stamps([*(home / name for name in SHAPES_CODE), kernels])
-    found = [*sources, sys.version, sys.platform, platform.machine(), _processor()]
+    return digest(repr([sources, machine()]).encode())
+
+
+@cache
+def machine() -> str:
+    """A digest of what compiled code depends on beside its source: torch, Python, processor and C++ compiler."""
+    found = [sys.version, sys.platform, platform.machine(), _processor(), torch.__version__, torch.version.git_version]
     compiler = cpp_compiler()
-    return digest(repr([*found, torch.__version__, torch.version.git_version, compiler and _stamp(compiler)]).encode())
+    return digest(repr([*found, compiler and _stamp(compiler)]).encode())
 
 
 def cpp_compiler() -> str | None:

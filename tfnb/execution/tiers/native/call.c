@@ -45,7 +45,7 @@ void tfnb_drop(const Step *step, const H *handles, int64_t count)
 long tfnb_called(const Step *step, H *inputs, H *made)
 {
     char *flag;
-    if (step->torch->run(step->container, inputs, step->inputs, made, step->outputs, NULL, NULL))
+    if (step->torch->run(inputs, made, step->constants, step->count))
         return FAILED;
     if (!step->flag)
         return 0;

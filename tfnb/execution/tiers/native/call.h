@@ -12,7 +12,7 @@ typedef void PyObject;
 enum { REFUSED = 1, UNFIT, FAILED };
 
 typedef struct {
-    int32_t (*run)(H container, H *inputs, size_t, H *outputs, size_t, H stream, H proxy);
+    int32_t (*run)(H *inputs, H *outputs, const H *constants, int64_t);
     int32_t (*handle)(H of, H *made);
     int32_t (*drop)(H);
     int32_t (*data)(H, void **);
@@ -31,8 +31,8 @@ typedef struct {
 
 typedef struct {
     const Torch *torch;
-    H container;
-    int64_t inputs, outputs, flag; /* flag: whether the last output says that an operand was refused */
+    const H *constants; /* that the compiler made of the step: lent */
+    int64_t inputs, outputs, flag, count; /* flag: whether the last output says that an operand was refused */
     const Operand *operands;
 } Step;
 

@@ -21,12 +21,12 @@ from tfnb.execution.tiers.native.direct import Direct, direct_call, watched
 from tfnb.execution.tiers.native.exportable import ExtraOperands
 from tfnb.execution.tiers.native.manifest import About
 from tfnb.execution.tiers.native.request import Operand
+from tfnb.execution.tiers.native.step_arguments import CONSTANTS, load_arguments
 from tfnb.execution.tiers.operand_checks import OperandRefused
 from tfnb.graph import Variable
 from tfnb.graph.held import CHANGES
 from tfnb.graph.variable_locks import Access
 
-MODELS = 8  # calls of one package at the same time; one more waits for one of them
 _REFUSED, _UNFIT = 1, 2
 _pointer, _int = ctypes.c_void_p, ctypes.c_int64
 _address = ctypes.pythonapi.PyCapsule_GetPointer
@@ -41,8 +41,8 @@ class _Operand(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    _fields_ = (("torch", _pointer), ("container", _pointer), ("inputs", _int), ("outputs", _int), ("flag", _int),
-                ("operands", _pointer))  # fmt: skip
+    _fields_ = (("torch", _pointer), ("constants", _pointer), ("inputs", _int), ("outputs", _int), ("flag", _int),
+                ("count", _int), ("operands", _pointer))  # fmt: skip
 
 
 _ABI = (
@@ -84,20 +84,16 @@ class Package:
         self.about, self.given, self._lasts = about, given, lasts
         library, caller = ctypes.CDLL(str(folder / "step.so")), ctypes.PyDLL(str(folder / "call.so"))
         abi = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        functions = [library.AOTInductorModelContainerRun, *(getattr(abi, f"aoti_torch_{name}") for name in _ABI)]
+        functions = [library.tfnb_run, *(getattr(abi, f"aoti_torch_{name}") for name in _ABI)]
         self._drop = functions[2]
         torch_functions = (_pointer * len(functions))(*(ctypes.cast(function, _pointer) for function in functions))
-        container, outputs = _pointer(), ctypes.c_size_t()
-        create = library.AOTInductorModelContainerCreateWithDevice
-        if create(ctypes.byref(container), ctypes.c_size_t(MODELS), b"cpu", None):
-            raise RuntimeError("the package cannot be loaded")
-        weakref.finalize(self, library.AOTInductorModelContainerDelete, container)
-        library.AOTInductorModelContainerGetNumOutputs(container, ctypes.byref(outputs))
-        self._held: list[Any] = [torch_functions]
+        constants = load_arguments(folder / CONSTANTS)[:-1] if (folder / CONSTANTS).exists() else []
+        lent = _KeptTensors([], constants, 0, len(constants), self._drop)
+        self._held: list[Any] = [torch_functions, lent, constants]
         wanted = [self._operand(abi, x, at in about.written) for at, x in enumerate(about.operands)]
         operands = (_Operand * len(wanted))(*wanted)
-        step = _Step(ctypes.addressof(torch_functions), container, len(wanted), outputs.value, about.flag,
-                     ctypes.addressof(operands))  # fmt: skip
+        step = _Step(ctypes.addressof(torch_functions), lent.where, len(wanted), about.outputs, about.flag,
+                     len(constants), ctypes.addressof(operands))  # fmt: skip
         self._held += [operands, step]
         self._step, self._call = ctypes.addressof(step), caller.tfnb_step
         self._call.argtypes, self._call.restype = (_pointer, _pointer, ctypes.py_object), ctypes.py_object

@@ -29,6 +29,11 @@ class About:
     flag: bool
     varying: tuple[Axis, ...] = ()
 
+    @property
+    def outputs(self) -> int:
+        """The number of tensors that a call of the package makes, the flag included."""
+        return 1 + max([-1, *(place for place in self.fetched if place is not None)]) + self.flag
+
     def at(self, shapes: Sequence[Sequence[int]]) -> About:
         """The same for feeds of these shapes only; raises Unfit where they are none of its sizes."""
         sizes: dict[str, int] = {}

@@ -1,22 +1,19 @@
-"""Packages: folders with the code that AOTInductor made of a request. `build` needs torch and a C++ compiler only.
+"""Packages: folders with the code that inductor made of a request. `build` needs torch and a C++ compiler only.
 
-A folder holds ``step.so`` (the step), ``call.so`` (`call.c`, `direct.c`) and ``about.json``. To load one runs its code:
-only folders that this user's tfnb wrote are loaded.
+A folder holds ``step.so`` (the step), ``call.so`` (`call.c`, `direct.c`), ``about.json`` and the constants of the code.
+To load one runs its code: only folders that this user's tfnb wrote are loaded.
 """
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import warnings
-import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import _inductor, fx
+from torch import fx
 from torch._dynamo.convert_frame import compile_lock
-from torch._inductor import cpp_builder
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.ir import FallbackKernel
@@ -27,13 +24,14 @@ from tfnb.errors import Unimplemented
 from tfnb.execution.compiling.compiled_packages import REQUEST
 from tfnb.execution.tiers.decompositions import decompositions
 from tfnb.execution.tiers.native.exportable import exportable
+from tfnb.execution.tiers.native.machine_code import build_library, vector_instructions
 from tfnb.execution.tiers.native.manifest import LEAST, About
 from tfnb.execution.tiers.native.product_kernels import choose_products
 from tfnb.execution.tiers.native.request import FORMLESS, NativeRequest
+from tfnb.execution.tiers.native.step_arguments import CONSTANTS, save_arguments
+from tfnb.execution.tiers.native.step_source import StepSource, step_source
 from tfnb.execution.tiers.native.trial import tried
 from tfnb.execution.tiers.native.unrolling import unroll_scans
-
-STEP, CALL = "step.so", "call.so"
 
 
 def build_in(folder: Path) -> dict[str, Any]:
@@ -67,44 +65,32 @@ def build(request: NativeRequest, folder: Path) -> None:
 
     settings: dict[str, Any] = {
         "compile_threads": 1, "cpp.threads": request.threads, "layout_optimization": False,
-        "post_grad_custom_pre_pass": _before_kernels, "_pre_fusion_custom_pass": prepared,
-        "aot_inductor.enable_line_tables": False,  # four fifths of the file, which is read before the first step
-        # else test programs and 280 MB of headers come first: 32 s of a processor for the first step, not 19
-        "cpp.vec_isa_ok": True, "aot_inductor.precompile_headers": False, "cpp_cache_precompile_headers": False,
+        "post_grad_custom_pre_pass": _before_kernels, "_pre_fusion_custom_pass": prepared, "cpp.vec_isa_ok": True,
     }  # fmt: skip
     with compile_lock, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        vector_instructions()
         table = decompositions(select_decomp_table())
         module, examples, about = exportable(program, request.operands, table, request.varying)
-        exported = torch.export.export(module, tuple(examples), dynamic_shapes=_dynamic(about))
         try:
-            made = _inductor.aoti_compile_and_package(
-                exported, package_path=str(folder / "step.pt2"), inductor_configs=settings
-            )
+            source = step_source(_sized(module, examples, about), examples, settings)
         except Exception:  # inductor makes other errors of one
             if missing:
                 raise Formless(missing) from None
             raise
-    _unpack(Path(made), folder)
+        _check(source, about)
+        build_library(source, folder)
+    if source.constants:
+        (folder / CONSTANTS).mkdir()
+        save_arguments([*source.constants, 0], folder / CONSTANTS)
     about.save(folder)
 
 
-def _unpack(made: Path, folder: Path) -> None:
-    """Keep the library of inductor's package, beside a compiled caller of the library.
-
-    Raises Unimplemented if the library leaves an op without a form in C to Python.
-    """
-    with zipfile.ZipFile(made) as package:
-        text = "".join(package.read(name).decode() for name in package.namelist() if name.endswith(".wrapper.cpp"))
-        if "proxy_executor_call_function(" in text.partition("::run_impl(")[2]:
-            raise Unimplemented("an op of it has no form in C")
-        (library,) = (name for name in package.namelist() if name.endswith(".so"))
-        with package.open(library) as source, (folder / STEP).open("wb") as target:
-            shutil.copyfileobj(source, target)
-    made.unlink()
-    callers = [part for name in ("call.c", "direct.c") for part in ("-x", "c", str(Path(__file__).with_name(name)))]
-    compiler = [cpp_builder.get_cpp_compiler(), "-O2", "-shared", "-fPIC", *callers, "-x", "none"]
-    subprocess.run([*compiler, "-o", str(folder / CALL)], check=True, capture_output=True)
+def _check(source: StepSource, about: About) -> None:
+    """Raise Unimplemented for a source with other operands or results than the module that it was made of."""
+    found, wanted = (source.inputs, source.outputs), (len(about.operands), about.outputs)
+    if found != wanted:
+        raise Unimplemented(f"its code takes and gives {found} tensors, not {wanted}")
 
 
 def _before_kernels(graph: fx.Graph) -> None:
@@ -113,16 +99,17 @@ def _before_kernels(graph: fx.Graph) -> None:
     choose_products(graph)
 
 
-def _dynamic(about: About) -> tuple[dict[int, Any] | None, ...] | None:
-    """The varying axes in torch's form; torch raises if code specializes a named size."""
+def _sized(module: fx.GraphModule, examples: Sequence[torch.Tensor], about: About) -> fx.GraphModule:
+    """The module for all sizes of its varying axes; torch raises if code specializes a named size."""
     if not about.varying:
-        return None
+        return module
     names = dict.fromkeys(symbol for _, _, symbol in about.varying)
     sizes = {symbol: torch.export.Dim(f"size{place}", min=LEAST) for place, symbol in enumerate(names)}
-    found: list[dict[int, Any]] = [{} for _ in about.operands]
+    axes: list[dict[int, Any]] = [{} for _ in about.operands]
     for place, axis, symbol in about.varying:
-        found[place][axis] = sizes[symbol]
-    return tuple(axes or None for axes in found)
+        axes[place][axis] = sizes[symbol]
+    exported = torch.export.export(module, tuple(examples), dynamic_shapes=tuple(each or None for each in axes))
+    return exported.module(check_guards=False)
 
 
 def _called(node: Any) -> torch._ops.OpOverload | None:

@@ -1,4 +1,4 @@
-"""Operands of a step in two files, with which the compiler's process tries a package."""
+"""Tensors in two files: operands with which the compiler's process tries a package, and constants of its code."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from tfnb.execution.tiers.native.request import Operand
 
 ABOUT, DATA = "arguments.json", "arguments"
+CONSTANTS = "constants"  # folder in a package
 
 
 def save_arguments(args: Sequence[Any], folder: Path) -> None:
