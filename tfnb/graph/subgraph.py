@@ -27,6 +27,7 @@ from functools import cached_property
 from typing import Any
 
 from tfnb.graph.contents import Contents, Guard
+from tfnb.graph.device_request import parse
 from tfnb.graph.node import Node, Value, leaves, map_leaves
 from tfnb.graph.ops import CALL, QUEUES, REGIONS
 
@@ -112,8 +113,7 @@ def uses_queues(node: Node) -> bool:
 
 def queues_of(nodes: Iterable[Node]) -> tuple[Any, ...]:
     """The queues used by nodes and by nodes in their subgraphs, in order of first use."""
-    everyone = (inner for node in nodes for inner in (node, *nested(node)))
-    return tuple(dict.fromkeys(node.attrs["queue"] for node in everyone if node.op in QUEUES))
+    return tuple(dict.fromkeys(node.attrs["queue"] for node in everyone(nodes) if node.op in QUEUES))
 
 
 def map_nodes(
@@ -138,6 +138,19 @@ def map_nodes(
     if node.op in REGIONS or node.op == CALL:
         node = replace(node, attrs=map_leaves(mapped, node.attrs))
     return function(node)
+
+
+def everyone(nodes: Iterable[Node]) -> Iterator[Node]:
+    """The nodes, each followed by those inside of it."""
+    for node in nodes:
+        yield node
+        yield from nested(node)
+
+
+def group_keys(node: Node) -> tuple[str, ...]:
+    """The keys of the colocation groups that a node, or a node inside of it, asks to be in."""
+    devices = (each.device for each in everyone([node]))
+    return tuple(dict.fromkeys(key for device in devices if device and "#" in device for key in parse(device).keys))
 
 
 def nested(node: Node) -> Iterator[Node]:

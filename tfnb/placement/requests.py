@@ -16,7 +16,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.graph import Node, Variable
-from tfnb.graph.device_request import DeviceRequest, parse
+from tfnb.graph.device_request import DeviceRequest, parse, readable
 from tfnb.graph.ops import QUEUES
 from tfnb.graph.subgraph import nested, subgraphs
 from tfnb.passes.flow.places import Place
@@ -226,4 +226,4 @@ def _ensure_kind(each: NodeRequest) -> None:
 def _said(each: NodeRequest, why: str) -> str:
     node = each.node
     at = f"\n  recorded at {node.source}" if node.source else ""
-    return f"could not satisfy explicit device specification {node.device!r} of node {node.name}: {why}{at}"
+    return f"could not satisfy explicit device specification {readable(node.device)!r} of node {node.name}: {why}{at}"

@@ -18,6 +18,7 @@ from tfnb.recording.api import (
     unordered,
 )
 from tfnb.recording.cells.block import forget, graph, graph_name, graphs, record, record_cell, reopen
+from tfnb.recording.colocation import colocate_with
 from tfnb.recording.dispatch.recorder import Recorder
 from tfnb.recording.marks.python_guards import stale_owners, user_code_ran
 from tfnb.recording.overrides import (  # noqa: F401  they fill the table of overrides
@@ -42,7 +43,7 @@ from tfnb.recording.values.tensor import Operation, Tensor
 from tfnb.recording.values.variables import variable
 
 __all__ = [
-    "Operation", "Recorder", "Tensor", "assert_", "constant", "control_dependencies", "device", "effects", "forget",
-    "graph", "graph_name", "graphs", "group", "name_scope", "placeholder", "print", "recompute", "record",
+    "Operation", "Recorder", "Tensor", "assert_", "colocate_with", "constant", "control_dependencies", "device",
+    "effects", "forget", "graph", "graph_name", "graphs", "group", "name_scope", "placeholder", "print", "recompute", "record",
     "record_cell", "reopen", "stale_owners", "unordered", "user_code_ran", "variable",
 ]  # fmt: skip

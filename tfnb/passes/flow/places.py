@@ -10,6 +10,7 @@ first used if that has no home; the ops that a loop or branch is made of go with
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -67,23 +68,81 @@ ANYWHERE = frozenset({
 _GATES = ("pred", "size", ("below", 0), ("below", -1))  # Switches of values that each place has, or has sizes of
 
 
-def requested(nodes: Iterable[Node], tasks: Collection[int] | None = None) -> dict[int, Place]:
+def asked_places(
+    nodes: Iterable[Node], tasks: Collection[int] | None = None, of_groups: Mapping[str, Place] | None = None
+) -> dict[int, Place]:
     """The places that nodes ask for, by id, also inside of loops and branches.
 
     A loop or branch that asks for nothing is done at the one place that something inside of it asks for. tasks:
     numbers of those there are, None for all that are asked for; a soft request for another one asks for nothing.
+    of_groups: the places of colocation groups that ask for nothing, by key.
     """
     found: dict[int, Place] = {}
     for node in nodes:
-        inside = requested((inner for part in subgraphs(node) for inner in part.contents.nodes), tasks)
+        inside = asked_places((inner for part in subgraphs(node) for inner in part.contents.nodes), tasks, of_groups)
         request = None if node.device is None else parse(node.device)
         number = None if request is None or request.job == "ps" else request.task
+        beside = [of_groups[key] for key in request.keys if key in of_groups] if of_groups and request else []
         if number is not None and (tasks is None or number in tasks):
             found[node.id] = Place(number)
+        elif beside:
+            found[node.id] = beside[0]
         elif len({*inside.values()}) == 1:
             found[node.id] = next(iter(inside.values()))
         found |= inside
     return found
+
+
+def requested(nodes: Iterable[Node], tasks: Collection[int] | None = None) -> dict[int, Place]:
+    """`asked_places`, with those of colocation groups that ask for nothing, where other nodes ask for a place.
+
+    Such a group is where its first member would be alone: beside its operands, else where it is first used.
+    """
+    nodes = tuple(nodes)
+    found = asked_places(nodes, tasks)
+    groups: dict[str, list[int]] = {}  # by key, the members; of one inside of a loop or branch that node, too
+    for node in nodes if found else ():
+        for inner in (node, *nested(node)):
+            for key in () if inner.device is None else parse(inner.device).keys:
+                groups.setdefault(key, []).extend((inner.id, node.id))
+    if not groups:
+        return found
+    near = _Neighbours(nodes)
+    places: dict[str, Place] = {}
+    for key, members in groups.items():
+        at = next((found[member] for member in members if member in found), None)
+        places[key] = at or near.place(members[1], found)
+    return asked_places(nodes, tasks, places)
+
+
+class _Neighbours:
+    """The nodes of a step, by id, with their users."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.nodes = {node.id: node for node in nodes}
+        self._users: dict[int, list[int]] = {}
+        for node in nodes:
+            for value in node.inputs:
+                self._users.setdefault(value.node, []).append(node.id)
+
+    def place(self, start: int, found: Mapping[int, Place]) -> Place:
+        """The place of the nearest node before this one, else of the nearest behind, else the first place."""
+        for ahead in (self._before, self._behind):
+            queue, seen = deque([start]), {start}
+            while queue:
+                number = queue.popleft()
+                if number in found:
+                    return found[number]
+                more = [each for each in ahead(number) if each not in seen]
+                seen.update(more)
+                queue.extend(more)
+        return min(found.values())
+
+    def _before(self, number: int) -> Iterable[int]:
+        return dict.fromkeys(value.node for value in self.nodes[number].inputs if value.node in self.nodes)
+
+    def _behind(self, number: int) -> Iterable[int]:
+        return dict.fromkeys(self._users.get(number, ()))
 
 
 def is_split(node: Node, sites: Mapping[int, Place]) -> bool:
