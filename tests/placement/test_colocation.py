@@ -19,10 +19,10 @@ from tests.over_tasks import MODELS, Model, on
 from tests.recording.test_cells import Notebook
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, StaleNode
 from tfnb.graph import Graph, Node
+from tfnb.graph.colocation_groups import colocated
 from tfnb.graph.device_request import DeviceRequest, parse, with_group
 from tfnb.graph.subgraph import everyone, map_nodes
 from tfnb.passes import step_graph
-from tfnb.passes.colocate import colocated
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.places import Place, homes, requested
 from tfnb.passes.flow.step_flow import in_parts

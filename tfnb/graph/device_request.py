@@ -2,7 +2,7 @@
 
 Short forms are ``cpu``, ``cuda:1``, ``task:0`` and ``ps:0``. A request may also name colocation groups, as `with_group`
 writes them: ``/with:h#7`` is the group of the node, or Variable, with key 7, whose name is h. Text and fields only:
-`tfnb.placement.requests` says whether a place meets a request, `tfnb.passes.colocate` merges those of a group.
+`tfnb.placement.requests` says whether a place meets a request, `tfnb.graph.colocation_groups` merges those of a group.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class DeviceRequest(NamedTuple):
 
     def joined(self, other: DeviceRequest) -> DeviceRequest:
         """The fields of both of two requests that agree; without colocation groups."""
-        fields = (mine if mine is not None else theirs for mine, theirs in zip(self[:5], other[:5], strict=True))
-        return DeviceRequest(*fields, self.soft or other.soft)
+        both = self._replace(groups=()).within(other._replace(groups=()))
+        return both._replace(number=other.number if self.number is None else self.number)
 
     @property
     def _job(self) -> str | None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tfnb.graph import Contents, Graph, Node, Ref, Value, Variable
+from tfnb.graph.colocation_groups import colocated
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.graph.spec import Dim
-from tfnb.passes.colocate import colocated
 
 
 @dataclass(frozen=True, eq=False)

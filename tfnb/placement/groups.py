@@ -1,9 +1,9 @@
 """The groups of a step that are placed as a whole, with the places where each may be (S-145, S-146, S-148). Pure.
 
-Union-find over a step's nodes. A colocation group (`tfnb.passes.colocate`) is one group, and so is all that uses one
-queue. Then, as far as no requests of the user contradict each other: a gradient and its forward node, a view and its
-operand, the accesses to a Variable with the first op that takes its value, an update with the Variable, and an op that
-takes nothing with its only user.
+Union-find over a step's nodes. A colocation group (`tfnb.graph.colocation_groups`) is one group, and so is all that
+uses one queue. Then, as far as no requests of the user contradict each other: a gradient and its forward node, a view
+and its operand, the accesses to a Variable with the first op that takes its value, an update with the Variable, and an
+op that takes nothing with its only user.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Node, Value
+from tfnb.graph.colocation_groups import DisjointSets
 from tfnb.graph.device_request import parse
 from tfnb.graph.op_facts import facts_of
 from tfnb.graph.subgraph import group_keys, nested
 from tfnb.passes import StepGraph
-from tfnb.passes.colocate import DisjointSets
 from tfnb.passes.flow.places import Place, asked_places, is_anywhere
 from tfnb.passes.resolve import ResolvedStep, resolve
 from tfnb.placement.module_calls import forward_nodes, is_gradient

@@ -12,8 +12,8 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from tfnb.graph import Graph, Variable
+from tfnb.graph.colocation_groups import DisjointSets
 from tfnb.graph.device_request import parse
-from tfnb.passes.colocate import DisjointSets
 from tfnb.passes.resolve import resolve
 from tfnb.placement.placement import Homes, Piece, Rows
 

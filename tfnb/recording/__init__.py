@@ -3,8 +3,9 @@
 The path of a call: `cells` opens a recording, whose recorder in `dispatch` sees each op. The recorder looks up
 `overrides`, asks `shapes` for the output shapes, makes recorded tensors, and appends the node to the tape; both the
 tensors and the tape are in `values`. `writes` records in-place calls, `subgraphs` loops and branches. `marks` has the
-scopes of nodes, notes for the user, and guards of Python state. `api` has the functions that users call,
-`print_and_assert` the nodes for printing and asserting in every run, `torch_patches` the table of patches of torch.
+scopes of nodes, notes for the user, and guards of Python state. `api` has the functions that users call, `colocation`
+the one that joins nodes into groups of one place, `print_and_assert` the nodes for printing and asserting in every run,
+`torch_patches` the table of patches of torch.
 """
 
 from tfnb.recording.api import (
@@ -44,6 +45,6 @@ from tfnb.recording.values.variables import variable
 
 __all__ = [
     "Operation", "Recorder", "Tensor", "assert_", "colocate_with", "constant", "control_dependencies", "device",
-    "effects", "forget", "graph", "graph_name", "graphs", "group", "name_scope", "placeholder", "print", "recompute", "record",
-    "record_cell", "reopen", "stale_owners", "unordered", "user_code_ran", "variable",
+    "effects", "forget", "graph", "graph_name", "graphs", "group", "name_scope", "placeholder", "print", "recompute",
+    "record", "record_cell", "reopen", "stale_owners", "unordered", "user_code_ran", "variable",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """``tfnb.colocate_with``: nodes at the place of another node or of a Variable.
 
-A node asks for that in its device request (`tfnb.graph.device_request`); `tfnb.passes.colocate` merges the requests.
+A node asks for that in its device request (`tfnb.graph.device_request`); `tfnb.graph.colocation_groups` merges these
+requests.
 """
 
 from __future__ import annotations
@@ -58,10 +59,9 @@ def _beside(target: object, recorder: Recorder) -> str:
     found = _named(target, recorder) if isinstance(target, str) else target
     if isinstance(found, torch.Tensor) and not isinstance(found, Tensor):
         found = recorder.variable_of(found)
-    graph = found.graph if isinstance(found, (Tensor, Operation)) else recorder.graph
-    if graph is not recorder.graph:
+    if isinstance(found, (Tensor, Operation)) and found.graph is not recorder.graph:
         raise InvalidArgument(
-            f"colocate_with: {found.name} is of graph {graph.name}, and this recording is of another one, "
+            f"colocate_with: {found.name} is of graph {found.graph.name}, and this recording is of another one, "
             f"{recorder.graph.name}{recorder.tape.at()}"
         )
     if isinstance(found, (Tensor, Operation)):

@@ -13,9 +13,9 @@ from typing import Any
 
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Contents, Graph, Node, Value
+from tfnb.graph.colocation_groups import colocated
 from tfnb.graph.contents import Names
 from tfnb.graph.difference import Difference
-from tfnb.passes.colocate import colocated
 from tfnb.passes.flow.places import Place, requested
 from tfnb.passes.flow.reasons import Crossing, parts_of_graph
 from tfnb.view import facts

@@ -364,7 +364,7 @@ class _Reader:
 
     def request(self, text: str | None, number: int) -> str | None:
         """The request of the node with this id. A colocation group is named after the first node that names it."""
-        before, found, groups = (text or "").partition("/with:")
+        before, found, groups = (text or "").partition("with:")
         if text is None or not found:
             return text
 
@@ -373,6 +373,7 @@ class _Reader:
 
         mapped = (map_groups(group, known) for group in groups.split("+"))
         others = [group for group in mapped if group is not None and not group.endswith(f"#{number}")]
+        before = before.rstrip("/")
         return f"{before}/with:{'+'.join(others)}" if others else before or None
 
     def attrs(self, record: dict[str, Any], path: str) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import torch
 
 from tfnb.errors import InvalidArgument, NotFound
 from tfnb.graph import Contents, Dim, Graph, Node, Spec, Value
+from tfnb.graph.colocation_groups import colocated
 from tfnb.graph.device_request import parse, readable
 from tfnb.graph.subgraph import everyone, nested
-from tfnb.passes.colocate import colocated
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import ELSEWHERE, RECV, SEND, Edge, Kind, Part
 from tfnb.passes.flow.frames import Op, Port

@@ -12,9 +12,11 @@ from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
 from tfnb.errors import InvalidArgument
-from tfnb.graph import Graph, Node, Variable
 from tfnb.graph.device_request import DeviceRequest, parse, readable, with_group
+from tfnb.graph.graph import Graph
+from tfnb.graph.node import Node
 from tfnb.graph.subgraph import everyone, map_nodes
+from tfnb.graph.variable import Variable
 
 MOST = 8  # members that an error lists
 
