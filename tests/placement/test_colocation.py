@@ -17,11 +17,11 @@ from tests.control_flow.random_programs import program
 from tests.execution.test_cut_programs import assert_same_cut
 from tests.over_tasks import MODELS, Model, on
 from tests.recording.test_cells import Notebook
-from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, StaleNode
+from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, StaleNode, Unimplemented
 from tfnb.graph import Graph, Node
 from tfnb.graph.colocation_groups import colocated
 from tfnb.graph.device_request import DeviceRequest, parse, with_group
-from tfnb.graph.subgraph import everyone, map_nodes
+from tfnb.graph.subgraph import map_nodes, with_inner
 from tfnb.passes import step_graph
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.places import Place, homes, requested
@@ -111,7 +111,7 @@ def test_groups_and_their_feasible_places_are_those_of_brute_force(drawn: Any) -
 def with_random_groups(graph: Graph, seed: int) -> None:
     """Random nodes, inside of loops and branches too, ask to be with random others; some for a task, softly."""
     rng = random.Random(seed)
-    names = {node.id: node.name for node in everyone(graph.nodes) if node.op != "tfnb.placeholder"}
+    names = {node.id: node.name for node in with_inner(graph.nodes) if node.op != "tfnb.placeholder"}
     targets = rng.sample(sorted(names), min(len(names), 4))
 
     def asking(node: Node) -> Node:
@@ -306,6 +306,46 @@ def test_gradients_go_with_their_forward_nodes_also_of_a_member_that_asks_for_no
     assert_same_cut(graph, [loss, dw], [{x: torch.rand(4, 3)}], 2)
 
 
+def factorial(scope: Any) -> Any:
+    """A function that calls itself, whose nodes are recorded in a scope."""
+
+    @tfnb.function
+    def fact(n: torch.Tensor) -> torch.Tensor:
+        with scope():
+            return tfnb.cond(n <= 1, lambda: n * 1, lambda: n * fact(n - 1))
+
+    return fact
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+def test_a_recursive_function_is_done_where_its_inside_asks_for(is_group: bool) -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.tensor(3.0), name="x")
+        with on(1):
+            h = x.exp()
+        with on(0):
+            z = x + 1
+        y = factorial(lambda: tfnb.colocate_with(h) if is_group else on(1))(z)
+    assert graph.why(y).place == Place(1)
+    assert_same_cut(graph, [y, h], [{x: torch.tensor(5.0)}], 6)
+    with tfnb.record(graph):
+        lost = factorial(lambda: tfnb.device("task:7"))(z)
+    with pytest.raises(InvalidArgument, match=r"'task:7' of node fact(.|\n)*line"):
+        tfnb.run(lost, {x: torch.tensor(5.0)})
+
+
+def test_a_recursive_function_is_not_divided() -> None:
+    with tfnb.record():
+        x = tfnb.placeholder(torch.tensor(3.0), name="x")
+        with tfnb.device("task:1"):
+            h = x.exp()
+            y = factorial(lambda: tfnb.device("task:0"))(x)
+        z = factorial(lambda: tfnb.colocate_with(h))(x)
+    with pytest.raises(Unimplemented, match=r"y asks for task:1 .*line(.|\n)*fact/le for task:0 .*line"):
+        tfnb.place(y)
+    assert tfnb.place(z).why(z).place == Place(1)
+
+
 # -- searches, stages and passes -----------------------------------------------------------------------------------
 
 
@@ -472,7 +512,7 @@ def test_a_target_that_was_recorded_again_is_the_target(request: Any) -> None:
         graph = notebook.run("2", H.format(more=more).replace("task:1", "task:2" if more else "task:1"))
         at = Place(2 if more else 1)
         assert graph.why(graph["z"]).place == graph.why(graph["y"]).place == at
-        inner = [node for node in everyone([graph["y"]]) if node.op == "aten.mul.Tensor"]
+        inner = [node for node in with_inner([graph["y"]]) if node.op == "aten.mul.Tensor"]
         assert [node.device for node in inner] == [f"/with:h#{graph['h'].id}"]
 
 

@@ -15,7 +15,7 @@ from tfnb.errors import InvalidArgument
 from tfnb.graph.device_request import DeviceRequest, parse, readable, with_group
 from tfnb.graph.graph import Graph
 from tfnb.graph.node import Node
-from tfnb.graph.subgraph import everyone, map_nodes
+from tfnb.graph.subgraph import Recursion, map_nodes, with_inner
 from tfnb.graph.variable import Variable
 
 MOST = 8  # members that an error lists
@@ -56,19 +56,21 @@ def colocated(graph: Graph) -> Graph:
     Raises InvalidArgument where hard requests of a group contradict each other. A soft one counts where no hard one
     says a task, and where it agrees with those before it.
     """
-    nodes = tuple(everyone(graph.nodes))
+    nodes = tuple(with_inner(graph.nodes))
     if not any(node.device is not None and "with:" in node.device for node in nodes):
         return graph
     asks: dict[int, str] = {}
     for group in _groups(nodes):
         asks |= dict.fromkeys((node.id for node in group.nodes), str(_merged(group)))
 
-    def placed(node: Node) -> Node:
-        request = asks.get(node.id, node.device)
-        return node if request == node.device else replace(node, device=request)
+    if all(asks.get(node.id, node.device) == node.device for node in nodes):
+        return graph  # merged before; the body of a recursive function stays the one that its calls hold
+    made: dict[Recursion, Recursion] = {}
 
-    contents = graph.contents
-    return graph.derive(replace(contents, nodes=tuple(map_nodes(placed, node) for node in contents.nodes)))
+    def placed(node: Node) -> Node:
+        return map_nodes(lambda each: replace(each, device=asks.get(each.id, each.device)), node, made)
+
+    return graph.derive(replace(graph.contents, nodes=tuple(map(placed, graph.nodes))))
 
 
 class _Group(NamedTuple):

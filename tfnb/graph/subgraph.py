@@ -113,7 +113,8 @@ def uses_queues(node: Node) -> bool:
 
 def queues_of(nodes: Iterable[Node]) -> tuple[Any, ...]:
     """The queues used by nodes and by nodes in their subgraphs, in order of first use."""
-    return tuple(dict.fromkeys(node.attrs["queue"] for node in everyone(nodes) if node.op in QUEUES))
+    everyone = (inner for node in nodes for inner in (node, *nested(node)))
+    return tuple(dict.fromkeys(node.attrs["queue"] for node in everyone if node.op in QUEUES))
 
 
 def map_nodes(
@@ -140,16 +141,22 @@ def map_nodes(
     return function(node)
 
 
-def everyone(nodes: Iterable[Node]) -> Iterator[Node]:
-    """The nodes, each followed by those inside of it."""
+def with_inner(nodes: Iterable[Node], _seen: set[Recursion] | None = None) -> Iterator[Node]:
+    """The nodes, each followed by those inside of it, also of the recursive functions that it calls, each once."""
+    seen = set() if _seen is None else _seen
     for node in nodes:
         yield node
-        yield from nested(node)
+        for part in subgraphs(node):
+            yield from with_inner(part.contents.nodes, seen)
+        for leaf in leaves(node.attrs) if node.op == CALL else ():
+            if isinstance(leaf, Recursion) and leaf not in seen and leaf._body is not None:
+                seen.add(leaf)
+                yield from with_inner(leaf.body.contents.nodes, seen)
 
 
 def group_keys(node: Node) -> tuple[str, ...]:
     """The keys of the colocation groups that a node, or a node inside of it, asks to be in."""
-    devices = (each.device for each in everyone([node]))
+    devices = (each.device for each in with_inner([node]))
     return tuple(dict.fromkeys(key for device in devices if device and "#" in device for key in parse(device).keys))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Node, Value
 from tfnb.graph.colocation_groups import DisjointSets
-from tfnb.graph.device_request import parse
+from tfnb.graph.device_request import parse, readable
 from tfnb.graph.op_facts import facts_of
 from tfnb.graph.subgraph import group_keys, nested
 from tfnb.passes import StepGraph
@@ -222,4 +222,4 @@ def _ensure_soft(node: Node, conflict: tuple[Node, Node]) -> None:
 
 def _request(node: Node) -> str | None:
     """The request of a node, or of the first node inside of a loop or branch that has one."""
-    return node.device or next((inner.device for inner in nested(node) if inner.device is not None), None)
+    return readable(node.device or next((inner.device for inner in nested(node) if inner.device is not None), None))

@@ -14,7 +14,7 @@ from tfnb.errors import InvalidArgument, NotFound
 from tfnb.graph import Contents, Dim, Graph, Node, Spec, Value
 from tfnb.graph.colocation_groups import colocated
 from tfnb.graph.device_request import parse, readable
-from tfnb.graph.subgraph import everyone, nested
+from tfnb.graph.subgraph import nested, with_inner
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import ELSEWHERE, RECV, SEND, Edge, Kind, Part
 from tfnb.passes.flow.frames import Op, Port
@@ -229,9 +229,9 @@ class StepParts:
     @cached_property
     def _groups(self) -> Mapping[str, Sequence[Node]]:
         """The members of each colocation group by its key, as recorded, also those that the step does without."""
-        recorded = {node.id: node for node in everyone(self._step.step.whole.nodes)}
+        recorded = {node.id: node for node in with_inner(self._step.step.whole.nodes)}
         found: dict[str, list[Node]] = {}
-        for node in everyone(colocated(self._step.step.whole).nodes):
+        for node in with_inner(colocated(self._step.step.whole).nodes):
             for key in () if node.device is None else parse(node.device).keys:
                 found.setdefault(key, []).append(recorded[node.id])
         return found
