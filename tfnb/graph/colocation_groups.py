@@ -62,15 +62,16 @@ def colocated(graph: Graph) -> Graph:
     asks: dict[int, str] = {}
     for group in _groups(nodes):
         asks |= dict.fromkeys((node.id for node in group.nodes), str(_merged(group)))
-
     if all(asks.get(node.id, node.device) == node.device for node in nodes):
         return graph  # merged before; the body of a recursive function stays the one that its calls hold
     made: dict[Recursion, Recursion] = {}
 
-    def placed(node: Node) -> Node:
-        return map_nodes(lambda each: replace(each, device=asks.get(each.id, each.device)), node, made)
+    def asking(node: Node) -> Node:
+        request = asks.get(node.id, node.device)
+        return node if request == node.device else replace(node, device=request)
 
-    return graph.derive(replace(graph.contents, nodes=tuple(map(placed, graph.nodes))))
+    nodes = tuple(map_nodes(asking, node, made) for node in graph.nodes)
+    return graph.derive(replace(graph.contents, nodes=nodes))
 
 
 class _Group(NamedTuple):

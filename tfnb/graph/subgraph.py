@@ -118,11 +118,14 @@ def queues_of(nodes: Iterable[Node]) -> tuple[Any, ...]:
 
 
 def map_nodes(
-    function: Callable[[Node], Node], node: Node, _made: dict[Recursion, Recursion] | None = None, *,
+    function: Callable[[Node], Node], node: Node, made: dict[Recursion, Recursion] | None = None, *,
     guards: Callable[[tuple[Guard, ...]], Iterable[Guard]] = tuple,
 ) -> Node:  # fmt: skip
-    """``function`` of the node, its subgraphs' nodes mapped before, from the inside out; ``guards`` of their guards."""
-    made = {} if _made is None else _made
+    """``function`` of the node, its subgraphs' nodes mapped before, from the inside out; ``guards`` of their guards.
+
+    made: recursive functions with their mapped ones, which several nodes may share.
+    """
+    made = {} if made is None else made
 
     def mapped(leaf: object) -> object:
         if isinstance(leaf, Recursion):

@@ -176,9 +176,10 @@ def device(spec: Scope, *, soft: bool = False) -> Iterator[None]:
     """Nodes recorded inside ask for this device: a task of a cluster, a kind of device, or both.
 
     spec: a device string, any part of which may be missing; a function of the node that gives one, or None for what the
-    scopes around say; None: nodes inside ask for nothing. An inner scope overrides an outer one field by field. The
+    scopes around say; None: nodes inside ask for no place. An inner scope overrides an outer one field by field. The
     nodes of one graph may ask for several tasks: each computes its part of a step, and tensors go from task to task
-    (white paper §3.2). Nodes of gradients ask for what their forward nodes ask for.
+    (white paper §3.2). Nodes of gradients ask for what their forward nodes ask for. `colocate_with` asks for the place
+    of another node or Variable; the requests of both are merged.
 
     ``ps:1`` asks for a server of a cluster: a Variable that is made, read or written inside lies there, whole, and so
     do those that are updated with it. Of computations a server does updates of Variables only, by optimizers or number

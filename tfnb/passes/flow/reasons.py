@@ -216,7 +216,7 @@ class StepParts:
     def _colocated(self, node: Node) -> str:
         """The reason of a node that is where its colocation group is; empty if it asks for that place itself."""
         keys = parse(node.device or "/soft").keys
-        members = [each for key in keys for each in self._groups[key]]
+        members = [each for key in keys for each in self._groups.get(key, ())]
         asking = [each for each in members if each.device is not None and parse(each.device).has_place]
         if not keys or any(each.id == node.id for each in asking):
             return ""

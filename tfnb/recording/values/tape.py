@@ -22,7 +22,7 @@ from tfnb.graph import Guard, Node, Owner, SourceLine, Spec, Value, Variable, op
 from tfnb.graph.contents import Names
 from tfnb.graph.device_request import Scope, map_groups, parse, with_group
 from tfnb.graph.graph import new_id
-from tfnb.graph.subgraph import group_keys, map_nodes
+from tfnb.graph.subgraph import Recursion, group_keys, map_nodes
 
 if TYPE_CHECKING:
     from tfnb.recording.values.tensor import Base, Entry, Tensor
@@ -228,9 +228,10 @@ class Tape(TapeState):
             is_renamed = key.isdecimal() and int(key) in renamed
             return parse(with_group(self.by_id[int(key)].name, key)).groups[0] if is_renamed else f"{name}#{key}"
 
+        made: dict[Recursion, Recursion] = {}
         for place, node in enumerate(self.new):
             if any(key.isdecimal() and int(key) in renamed for key in group_keys(node)):
-                self.new[place] = self.by_id[node.id] = map_nodes(named, node)
+                self.new[place] = self.by_id[node.id] = map_nodes(named, node, made)
 
     def tag(self, node_id: int, tag: str) -> None:
         """Give a node of this recording one more tag."""
