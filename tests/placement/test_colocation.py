@@ -27,6 +27,7 @@ from tfnb.passes.flow import frames
 from tfnb.passes.flow.places import Place, homes, requested
 from tfnb.passes.flow.step_flow import in_parts
 from tfnb.placement.groups import grouped
+from tfnb.placement.requests import shards_asked
 
 PLACES = 3
 FIELDS = st.builds(
@@ -236,7 +237,7 @@ def test_fields_of_a_group_merge_whoever_says_them_and_whenever(net: Any) -> Non
             third = m + 3
     by_id = colocated(graph).contents.by_id
     assert {by_id[each.node.id].device for each in (k, first, second, third)} == {
-        f"/job:worker/task:2/with:k#{k.node.id}"
+        f"/job:worker/task:2/with:k#{k.node.id}_0"
     }
     assert {graph.why(each).place for each in (k, first, second, third)} == {Place(2)}
 
@@ -470,6 +471,31 @@ def test_a_variable_made_beside_another_lies_on_its_server() -> None:
     assert (big[1], slot) in groups and len(groups) == 3
     lies = pack(groups, {}, [0, 0, 0], graph)
     assert lies[slot.key][0].shard == lies[big[1].key][0].shard
+
+
+def test_the_server_that_a_group_with_a_variable_asks_for_is_where_that_lies() -> None:
+    with tfnb.record() as graph:
+        w, other = (tfnb.Variable(torch.ones(3), name=name) for name in ("w", "other"))
+        with tfnb.colocate_with(w), tfnb.device("ps:1"):
+            step = w.assign_add(other * 2)
+    step_nodes = step_graph(graph, [step.value], []).graph.nodes
+    assert shards_asked(step_nodes, [(w,), (other,)], {}, 2) == {w: 1, other: 1}, "other is read in that group"
+
+
+def test_a_read_may_leave_a_merged_group() -> None:
+    """A task that hosts a Variable reads it, wherever the group of the Variable is."""
+    w = tfnb.Variable(torch.ones(3), name="w")
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.ones(3), shape=(3,), name="x")
+        with tfnb.device("task:1"), tfnb.colocate_with(w):
+            y = x * w
+        z = x * w
+    merged = colocated(graph)
+    nodes = [replace(node, device="task:0") if node.op == "tfnb.read" else node for node in merged.nodes]
+    moved = merged.derive(replace(merged.contents, nodes=tuple(nodes)))
+    again = colocated(moved)
+    assert [node.device for node in again.nodes] == [node.device for node in moved.nodes]
+    assert again.contents.by_id[y.node.id].device == f"/task:1/with:w#{w.key}_0" and z.node.device is None
 
 
 # -- files and cells -----------------------------------------------------------------------------------------------

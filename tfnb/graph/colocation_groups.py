@@ -2,7 +2,8 @@
 
 A member names the node or Variable that it is with (`tfnb.graph.device_request.with_group`). A group is the union of
 all that name each other, with the reads and writes of its Variables and the gradients of its nodes. After `colocated`
-each member has the request of the whole group, also where passes drop the node that the others named.
+each member has the request of the whole group, also where passes drop the node that the others named, under a key with
+``_``: it is that of no node or Variable, so that nobody joins any more, and who is placed by other reasons may leave.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def _groups(nodes: Sequence[Node]) -> Iterable[_Group]:
             sets.unite(str(node.forward), str(node.id))
     found: dict[str, _Group] = {}  # the name that is mentioned first stands for the group
     for key, group in named.items():
-        title = parse(with_group(names.get(key, group.rpartition("#")[0]), key)).groups[0]
+        merged = key if "_" in key else f"{key}_0"
+        title = parse(with_group(names.get(key, group.rpartition("#")[0]), merged)).groups[0]
         found.setdefault(sets.root(key), _Group(title, [], [])).keys.append(key)
     for node in nodes:
         if str(node.id) in sets:

@@ -44,6 +44,7 @@ def asked(nodes: Iterable[Node]) -> tuple[NodeRequest, ...]:
     ()
     """
     found = [NodeRequest(node, parse(node.device)) for node in with_inner(nodes) if node.device is not None]
+    found = [each for each in found if each.request.has_place]  # a colocation group may ask for nothing
     return tuple(each for each in found if not (each.node.op in _ANYWHERE and each.request.job == "ps"))
 
 
