@@ -439,9 +439,10 @@ def test_where_a_variable_was_made_and_where_it_is_read_count_for_its_group() ->
         with tfnb.device("task:0"):
             m = x + 1
         found = []
-        for target in (made, read, read.read(), "read"):
+        for target in (made, read, read.read(), read.assign_add(h), "read"):
             with tfnb.colocate_with(target):
                 found.append(m * 2)
+    assert [parse(each.node.device or "").keys for each in found] == [(made.key,), *[(read.key,)] * 4]
     assert {graph.why(each).place for each in found} == {Place(1)} and graph.why(h).place == Place(1)
 
 

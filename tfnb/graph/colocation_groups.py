@@ -168,7 +168,7 @@ def _contradiction(group: _Group, claims: Sequence[_Claim], node: Node) -> Inval
     lines = [*dict.fromkeys(claim.who for claim in claims)]
     asking = {claim.node.id for claim in claims}
     for member in group.nodes:
-        if member.id not in asking and member.device is not None:
+        if member.id not in asking and [*_named(member)]:
             at = f" ({member.source})" if member.source else ""
             lines.append(f"{member.name} asks to be with {', '.join(_names(member))}{at}")
     more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []

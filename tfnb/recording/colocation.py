@@ -31,7 +31,7 @@ def colocate_with(target: object) -> Iterator[None]:
     raises InvalidArgument where hard requests contradict each other, naming the members and their lines. A group
     that asks for nothing is placed as a whole, by `tfnb.place` or beside its first member's operands. Nodes of
     gradients go with their forward nodes. A Variable that is made inside lies on the server of the ``target``
-    Variable. The name of an old run of a cell means what its last run recorded; a cell whose target is gone is stale.
+    Variable. A target that its cell records again stays the target; without it, what was recorded inside is stale.
 
     Raises FailedPrecondition outside of a recording, NotFound for a name that is not there, InvalidArgument for a
     tensor that is not of this graph and for a Variable made elsewhere than the scopes around ask for.
@@ -65,13 +65,14 @@ def _beside(target: object, recorder: Recorder) -> str:
             f"{recorder.graph.name}{recorder.tape.at()}"
         )
     if isinstance(found, (Tensor, Operation)):
-        node = recorder.node(value_in(found, recorder).node)
-        found = node.attrs["variable"] if node.op == "tfnb.read" else node
+        found = recorder.node(value_in(found, recorder).node)
     if isinstance(found, Node):
         if found.id not in recorder.tape.by_id:
             where = recorder.graph.stale.get(found.id, f"it is not in graph {recorder.graph.name}")
             raise InvalidArgument(f"colocate_with: node {found.name}: {where}{recorder.tape.at()}")
-        return with_group(found.name, found.id)
+        if "variable" not in found.attrs:
+            return with_group(found.name, found.id)
+        found = found.attrs["variable"]  # a read or write of it
     if not isinstance(found, Variable):
         raise InvalidArgument(
             "colocate_with takes a recorded tensor, an Operation, a Variable, a Parameter, the name of one of these, "
@@ -93,7 +94,8 @@ def _named(name: str, recorder: Recorder) -> Node | Variable:
         near = difflib.get_close_matches(name, names, 3)
         hint = f"; near: {', '.join(near)}" if near else ""
         raise NotFound(
-            f"colocate_with: graph {recorder.graph.name} has no node {name[:60]!r}{hint}{recorder.tape.at()}"
+            f"colocate_with: graph {recorder.graph.name} has no node {name[:60]!r}{hint}; a Python name of this block "
+            f"is one for the blocks below: give the value itself{recorder.tape.at()}"
         )
     return found
 
