@@ -119,7 +119,7 @@ def with_random_groups(graph: Graph, seed: int) -> None:
         if node.id not in names:
             return node
         device = f"/task:{rng.randrange(PLACES)}/soft" if rng.random() < 0.3 else ""
-        if rng.random() < 0.4:
+        if rng.random() < 0.4 and node.id not in targets:
             target = rng.choice(targets)
             device += with_group(names[target], target)
         return replace(node, device=device or None)
