@@ -638,3 +638,25 @@ def test_a_value_of_inside_a_loop_is_no_target_outside() -> None:
         tfnb.while_loop(lambda i: i.sum() < 9, body, x)
         with pytest.raises(InvalidArgument, match="inside of"), tfnb.colocate_with(kept[-1]):
             pass
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 4}, {"mode": "pipeline", "microbatches": 4, "replicas": 2}])
+def test_groups_train_over_microbatches_and_replicas_as_without_them(options: dict[str, Any]) -> None:
+    found = []
+    for is_joined in (False, True):
+        torch.manual_seed(0)
+        first, last = torch.nn.Linear(4, 8).double(), torch.nn.Linear(8, 2).double()
+        with tfnb.record() as graph:
+            x = tfnb.placeholder(torch.rand(8, 4).double(), name="x")
+            with on(0):
+                h = torch.relu(first(x))
+            with on(1):
+                out = last(h)
+            with tfnb.colocate_with(last.weight if is_joined else None):
+                loss = out.pow(2).mean()
+            with tfnb.colocate_with(h if is_joined else None):
+                train = tfnb.train.Adam(0.01).minimize(loss)
+        data = {x: torch.linspace(-1, 1, 64).reshape(16, 4).double()}
+        result = tfnb.fit(train, data, epochs=2, batch_size=8, watch=[loss], shuffle=False, **options)
+        found.append([*(v.value() for v in graph.variables), torch.tensor([row["loss"] for row in result.history])])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
