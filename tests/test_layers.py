@@ -53,7 +53,8 @@ BELOW = {
 
 # Floors of a room, from the ground up: each may import those before it.
 FLOORS = {
-    "recording": "marks shapes values writes subgraphs overrides dispatch torch_patches cells api print_and_assert",
+    "recording": "marks shapes values writes subgraphs overrides dispatch torch_patches cells api colocation "
+    "print_and_assert",
     "cluster": "connected wire server queues modes tasks engine members notebook recovery driver",
     "session": (
         "printed feeding divided_feeds structures breakpoints prepared value_cache step_runner step "

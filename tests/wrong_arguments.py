@@ -253,6 +253,7 @@ class World:
             "constant": Call(recorded(tfnb.constant), {"value": 1.0, "name": "k"}),
             "variable": Call(held, {"source": torch.ones(3)}),
             "device": Call(recorded(entered(tfnb.device)), {"spec": "cpu"}),
+            "colocate_with": Call(recorded(entered(tfnb.colocate_with)), {"target": None}),
             "control_dependencies": Call(recorded(entered(tfnb.control_dependencies)), {"nodes": []}),
             "unordered": Call(recorded(entered(tfnb.unordered)), {}),
             "gradient_override": Call(recorded(entered(tfnb.gradient_override)), {"rules": {}}),

@@ -42,8 +42,9 @@ _HOME = {
     "tfnb.graph.variable": ("initialize",),
     "tfnb.graph.resources": ("container", "containers", "reset"),
     "tfnb.recording": (
-        "Operation", "Tensor", "assert_", "constant", "control_dependencies", "device", "effects", "graph", "graphs",
-        "group", "name_scope", "placeholder", "print", "recompute", "record", "unordered", "variable",
+        "Operation", "Tensor", "assert_", "colocate_with", "constant", "control_dependencies", "device", "effects",
+        "graph", "graphs", "group", "name_scope", "placeholder", "print", "recompute", "record", "unordered",
+        "variable",
     ),
     "tfnb.race_check": ("races",),
     "tfnb.runners": ("Coordinator", "QueueRunner"),

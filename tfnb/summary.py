@@ -15,6 +15,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, NotFound, ShapeError
 from tfnb.graph import Graph
+from tfnb.graph.device_request import readable
 from tfnb.graph.spec import dtype_name, tensor_of
 
 _MOST = 1e20  # the last edge of the bins
@@ -90,7 +91,7 @@ class Writer:
         shown, contents = GraphDef(), graph.contents
         for node in graph.nodes:
             inputs = [f"{contents.by_id[v.node].name}:{v.index}" for v in node.inputs]
-            made = shown.node.add(name=node.name, op=node.op, input=inputs, device=node.device or "")
+            made = shown.node.add(name=node.name, op=node.op, input=inputs, device=readable(node.device) or "")
             for index, spec in enumerate(node.outputs):
                 made.attr[f"output_{index}"].s = f"{dtype_name(spec.dtype)}{list(map(str, spec.shape))}".encode()
         self._open()._get_file_writer().add_graph((shown, RunMetadata()))

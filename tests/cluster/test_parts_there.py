@@ -17,6 +17,7 @@ from tests.cluster.conftest import stop, until
 from tests.over_tasks import MODELS, Model, batch, on, trained
 from tfnb.cluster.wire import envelope
 from tfnb.errors import Cancelled, DeadlineExceeded, InvalidArgument, TfnbError, WorkerLost
+from tfnb.passes.flow.places import Place
 
 
 def members(cluster: Any) -> list[Any]:
@@ -326,3 +327,44 @@ def test_a_thousand_steps_leave_nothing_behind(connect, dask) -> None:
     for _ in range(1000):
         tfnb.run(fetches, batch(x, y, 6))
     assert_nothing_left(dask)
+
+
+def test_nodes_colocated_with_a_variable_of_another_task_are_done_there(connect, dask) -> None:
+    w = tfnb.Variable(torch.linspace(0.5, 1, 8), name="w")
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(4, 8), shape=("B", 8), name="x")
+        with on(1):
+            h = x * w
+
+        def body(i: Any, c: torch.Tensor) -> Any:
+            with tfnb.colocate_with(w):
+                c = torch.tanh(c)
+            with on(0):
+                return i + 1, c * 0.5
+
+        with on(0):
+            c = x + 1
+        _, c = tfnb.while_loop(lambda i, c: i < 3, body, (0, c))
+        with tfnb.colocate_with("w"):
+            loss = (c * h).mean()
+        step = tfnb.train.SGD(0.1).minimize(loss)
+    fed = [{x: torch.linspace(-1, 1, rows * 8).reshape(rows, 8)} for rows in (5, 9, 5)]
+    with tfnb.Session(g, compile="off") as here:
+        start = w.value().clone()
+        wanted = [here.run([loss, step], feed)[0] for feed in fed]
+        trained = w.value().clone()
+    w.assign(start)
+    cluster = connect(2)
+    found = [tfnb.run([loss, step], feed)[0] for feed in fed]
+    cluster.pull()
+    torch.testing.assert_close([*found, w.value()], [*wanted, trained], rtol=0, atol=0)
+    trace = tfnb.run(loss, fed[0], trace=True)
+    assert trace is not None and g.why(loss).place == Place(1)
+    events = cluster_events(g)
+    assert {thread for name, thread in events if name.startswith("loss")} == {"task:1"}
+    assert_nothing_left(dask)
+
+
+def cluster_events(graph: tfnb.Graph) -> set[tuple[str, str]]:
+    """Names of nodes with the tasks that ran them, in the last traced run."""
+    return {(event.node.name, event.thread) for event in graph.attached["trace"].events if event.node is not None}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tfnb.graph.contents import Contents
+from tfnb.graph.device_request import readable
 from tfnb.graph.forms.text import text
 from tfnb.graph.node import Node, Ref, Value
 from tfnb.graph.ops import IN_PLACE
@@ -131,7 +132,9 @@ class _Equality:
         """All but name, place and line."""
         if a is b:
             return True
-        facts = [(node.op, node.outputs, node.device, IN_PLACE in node.tags, node.attrs.keys()) for node in (a, b)]
+        facts = [
+            (node.op, node.outputs, readable(node.device), IN_PLACE in node.tags, node.attrs.keys()) for node in (a, b)
+        ]
         inputs = self.inputs(a) == b.inputs
         control = self._ids(a.control) == b.control and self._ids(a.effects) == b.effects
         return facts[0] == facts[1] and inputs and control and all(self._leaf(a.attrs[k], b.attrs[k]) for k in a.attrs)

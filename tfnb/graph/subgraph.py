@@ -27,6 +27,7 @@ from functools import cached_property
 from typing import Any
 
 from tfnb.graph.contents import Contents, Guard
+from tfnb.graph.device_request import parse
 from tfnb.graph.node import Node, Value, leaves, map_leaves
 from tfnb.graph.ops import CALL, QUEUES, REGIONS
 
@@ -117,11 +118,14 @@ def queues_of(nodes: Iterable[Node]) -> tuple[Any, ...]:
 
 
 def map_nodes(
-    function: Callable[[Node], Node], node: Node, _made: dict[Recursion, Recursion] | None = None, *,
+    function: Callable[[Node], Node], node: Node, made: dict[Recursion, Recursion] | None = None, *,
     guards: Callable[[tuple[Guard, ...]], Iterable[Guard]] = tuple,
 ) -> Node:  # fmt: skip
-    """``function`` of the node, its subgraphs' nodes mapped before, from the inside out; ``guards`` of their guards."""
-    made = {} if _made is None else _made
+    """``function`` of the node, its subgraphs' nodes mapped before, from the inside out; ``guards`` of their guards.
+
+    made: recursive functions with their mapped ones, which several nodes may share.
+    """
+    made = {} if made is None else made
 
     def mapped(leaf: object) -> object:
         if isinstance(leaf, Recursion):
@@ -138,6 +142,25 @@ def map_nodes(
     if node.op in REGIONS or node.op == CALL:
         node = replace(node, attrs=map_leaves(mapped, node.attrs))
     return function(node)
+
+
+def with_inner(nodes: Iterable[Node], _seen: set[Recursion] | None = None) -> Iterator[Node]:
+    """The nodes, each followed by those inside of it, also of the recursive functions that it calls, each once."""
+    seen = set() if _seen is None else _seen
+    for node in nodes:
+        yield node
+        for part in subgraphs(node):
+            yield from with_inner(part.contents.nodes, seen)
+        for leaf in leaves(node.attrs) if node.op == CALL else ():
+            if isinstance(leaf, Recursion) and leaf not in seen and leaf._body is not None:
+                seen.add(leaf)
+                yield from with_inner(leaf.body.contents.nodes, seen)
+
+
+def group_keys(node: Node) -> tuple[str, ...]:
+    """The keys of the colocation groups that a node, or a node inside of it, asks to be in."""
+    devices = (each.device for each in with_inner([node]))
+    return tuple(dict.fromkeys(key for device in devices if device and "#" in device for key in parse(device).keys))
 
 
 def nested(node: Node) -> Iterator[Node]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tfnb.graph import Contents, Graph, Node, Ref, Value, Variable
+from tfnb.graph.colocation_groups import colocated
 from tfnb.graph.ops import WITH_GRADIENT
 from tfnb.graph.spec import Dim
 
@@ -48,9 +49,12 @@ def groups_of(graph: Graph) -> list[int]:
 
 
 def step_graph(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -> StepGraph:
-    """Prune a graph once, for all that will be done with the result."""
+    """Prune a graph once, for all that will be done with the result.
+
+    Members of a colocation group have the request of the group, also of members that the step does without.
+    """
     fetches, feeds = tuple(fetches), tuple(feeds)
-    return StepGraph(graph, prune(graph, fetches, feeds), fetches, feeds)
+    return StepGraph(graph, prune(colocated(graph), fetches, feeds), fetches, feeds)
 
 
 def prune(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], groups: Iterable[int] = ()) -> Graph:

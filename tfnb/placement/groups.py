@@ -1,8 +1,9 @@
 """The groups of a step that are placed as a whole, with the places where each may be (S-145, S-146, S-148). Pure.
 
-Union-find over a step's nodes. All that uses one queue is one group. Then, as far as no requests of the user contradict
-each other: a gradient and its forward node, a view and its operand, the accesses to a Variable with the first op that
-takes its value, an update with the Variable, and an op that takes nothing with its only user.
+Union-find over a step's nodes. A colocation group (`tfnb.graph.colocation_groups`) is one group, and so is all that
+uses one queue. Then, as far as no requests of the user contradict each other: a gradient and its forward node, a view
+and its operand, the accesses to a Variable with the first op that takes its value, an update with the Variable, and an
+op that takes nothing with its only user.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from dataclasses import dataclass
 
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Node, Value
-from tfnb.graph.device_request import parse
+from tfnb.graph.colocation_groups import DisjointSets
+from tfnb.graph.device_request import parse, readable
 from tfnb.graph.op_facts import facts_of
-from tfnb.graph.subgraph import nested
+from tfnb.graph.subgraph import group_keys, nested
 from tfnb.passes import StepGraph
-from tfnb.passes.flow.places import Place, is_anywhere, requested
+from tfnb.passes.flow.places import Place, asked_places, is_anywhere
 from tfnb.passes.resolve import ResolvedStep, resolve
 from tfnb.placement.module_calls import forward_nodes, is_gradient
 from tfnb.placement.requests import asked, tasks_of
@@ -105,7 +107,7 @@ def grouped(step: StepGraph, tasks: int) -> GroupedStep:
     """
     names = [f"task:{number}" for number in range(tasks)]
     tasks_of([each for each in asked(step.graph.nodes) if each.request.job != "ps"], names)
-    sites = requested(step.graph.nodes, range(tasks))
+    sites = asked_places(step.graph.nodes, range(tasks))
     state = resolve(step.graph, step.feeds)
     fed = {value.node for value in step.feeds}
     nodes = tuple(node for node in state.nodes.values() if _has_place(node, fed))
@@ -125,21 +127,12 @@ def grouped(step: StepGraph, tasks: int) -> GroupedStep:
     return GroupedStep(step, state, tuple(groups), nodes, group_of, frozenset(free & group_of.keys()))
 
 
-class _Groups:
-    """Union-find over the ids of nodes. pins: by root, the place that a node of the group asks for, and that node."""
+class _Groups(DisjointSets[int]):
+    """Sets of the ids of nodes. pins: by root, the place that a node of the group asks for, and that node."""
 
     def __init__(self, nodes: Iterable[Node], pins: Mapping[int, tuple[Place, Node]]) -> None:
-        self._parent = {node.id: node.id for node in nodes}
+        super().__init__(node.id for node in nodes)
         self.pins = {**pins}
-
-    def __contains__(self, number: int | None) -> bool:
-        return number in self._parent
-
-    def root(self, number: int) -> int:
-        """The node that stands for the group of a node."""
-        while self._parent[number] != number:
-            self._parent[number] = number = self._parent[self._parent[number]]
-        return number
 
     def join(self, one: int, other: int) -> tuple[Node, Node] | None:
         """Make one group of two. Where requests contradict each other, return these two nodes, and join nothing."""
@@ -149,7 +142,7 @@ class _Groups:
         pins = self.pins.get(first), self.pins.get(second)
         if pins[0] is not None and pins[1] is not None and pins[0][0] != pins[1][0]:
             return pins[0][1], pins[1][1]
-        self._parent[second] = first
+        self.unite(first, second)
         pin = pins[0] or pins[1]
         if pin is not None:
             self.pins[first] = pin
@@ -169,6 +162,10 @@ def _join(union: _Groups, nodes: Sequence[Node], free: Collection[int]) -> None:
     for node in nodes:
         for number in dict.fromkeys(value.node for value in _operands(node)):
             users.setdefault(number, []).append(node)
+    members: dict[str, Node] = {}  # the first one of each colocation group
+    for node in nodes:
+        for key in group_keys(node):
+            union.join(members.setdefault(key, node).id, node.id)
     queues: dict[object, Node] = {}
     for node in (node for node in nodes if "queue" in node.attrs):
         first = queues.setdefault(node.attrs["queue"], node)
@@ -225,4 +222,4 @@ def _ensure_soft(node: Node, conflict: tuple[Node, Node]) -> None:
 
 def _request(node: Node) -> str | None:
     """The request of a node, or of the first node inside of a loop or branch that has one."""
-    return node.device or next((inner.device for inner in nested(node) if inner.device is not None), None)
+    return readable(node.device or next((inner.device for inner in nested(node) if inner.device is not None), None))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from tfnb.graph import Node, Value, Variable
 from tfnb.graph.device_request import parse
+from tfnb.graph.subgraph import group_keys
 from tfnb.passes import StepGraph
 from tfnb.passes.liveness import nominal
 from tfnb.passes.resolve import resolve
@@ -150,6 +151,15 @@ def module_calls(nodes: Sequence[Node]) -> list[ModuleCall]:
 def _attribute(variable: Variable) -> str:
     """The attribute of a module that a Variable was: the end of its name, without a number for uniqueness."""
     return re.sub(r"_\d+$", "", variable.name.rpartition(".")[2])
+
+
+def colocated_calls(calls: Sequence[ModuleCall]) -> list[tuple[int, int]]:
+    """The first and last call, by number, of each colocation group with members in several calls."""
+    numbers: dict[str, list[int]] = {}
+    for number, call in enumerate(calls):
+        for key in dict.fromkeys(key for node in call.nodes for key in group_keys(node)):
+            numbers.setdefault(key, []).append(number)
+    return [(found[0], found[-1]) for found in numbers.values() if len(found) > 1]
 
 
 def take_slots(step: StepGraph, calls: Sequence[ModuleCall]) -> None:

@@ -16,9 +16,9 @@ import torch
 
 from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.graph import Node, Variable
-from tfnb.graph.device_request import DeviceRequest, parse
+from tfnb.graph.device_request import DeviceRequest, parse, readable
 from tfnb.graph.ops import QUEUES
-from tfnb.graph.subgraph import nested, subgraphs
+from tfnb.graph.subgraph import subgraphs, with_inner
 from tfnb.passes.flow.places import Place
 from tfnb.placement.placement import Homes, server
 
@@ -36,15 +36,15 @@ class NodeRequest(NamedTuple):
 
 
 def asked(nodes: Iterable[Node]) -> tuple[NodeRequest, ...]:
-    """The nodes that ask for a place, also inside of loops and branches.
+    """The nodes that ask for a place, also inside of loops, branches and recursive functions.
 
     A node that asks for a server and uses a queue or Variable says where that lies.
 
     >>> asked([Node(id=1, name="a", op="tfnb.group")])
     ()
     """
-    every = (inner for node in nodes for inner in (node, *nested(node)))
-    found = [NodeRequest(node, parse(node.device)) for node in every if node.device is not None]
+    found = [NodeRequest(node, parse(node.device)) for node in with_inner(nodes) if node.device is not None]
+    found = [each for each in found if each.request.has_place]  # a colocation group may ask for nothing
     return tuple(each for each in found if not (each.node.op in _ANYWHERE and each.request.job == "ps"))
 
 
@@ -176,11 +176,13 @@ def shards_asked(
     """
     wishes: dict[Variable, list[_Wish]] = {}
     variables = [variable for group in groups for variable in group]
-    asking = [(v, v.request, f"{v.name} was made under {v.request!r}") for v in variables if v.request is not None]
+    asking = [
+        (v, v.request, f"{v.name} was made under {readable(v.request)!r}") for v in variables if v.request is not None
+    ]
     for node in nodes:
         if node.op in _STATE and node.device is not None:
             at = f" at {node.source}" if node.source else ""
-            asking.append((node.attrs["variable"], node.device, f"{node.name} asks for {node.device!r}{at}"))
+            asking.append((node.attrs["variable"], node.device, f"{node.name} asks for {readable(node.device)!r}{at}"))
     for variable, text, who in asking:
         request = parse(text)
         if request.job != "ps" or request.task is None or (request.soft and request.task >= servers):
@@ -226,4 +228,4 @@ def _ensure_kind(each: NodeRequest) -> None:
 def _said(each: NodeRequest, why: str) -> str:
     node = each.node
     at = f"\n  recorded at {node.source}" if node.source else ""
-    return f"could not satisfy explicit device specification {node.device!r} of node {node.name}: {why}{at}"
+    return f"could not satisfy explicit device specification {readable(node.device)!r} of node {node.name}: {why}{at}"

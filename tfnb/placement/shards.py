@@ -12,6 +12,8 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from tfnb.graph import Graph, Variable
+from tfnb.graph.colocation_groups import DisjointSets
+from tfnb.graph.device_request import parse
 from tfnb.passes.resolve import resolve
 from tfnb.placement.placement import Homes, Piece, Rows
 
@@ -29,19 +31,24 @@ def nbytes(variable: Variable, rows: Rows | None = None) -> int:
 
 
 def together(graph: Graph) -> list[tuple[Variable, ...]]:
-    """The variables of a pruned graph in groups that must share a shard, in order of first use."""
+    """The variables of a pruned graph in groups that must share a shard, in order of first use.
+
+    Those that one update writes, and those of which one was made in `tfnb.colocate_with` of another.
+    """
     state = resolve(graph, ())
-    group: dict[Variable, list[Variable]] = {variable: [variable] for variable in graph.variables}
+    sets = DisjointSets(graph.variables)
     owner: dict[int, Variable] = {}  # node that depends on an update -> a variable that it helps to write
     for variable, value in state.final.items():
         for node_id in state.updated_ancestors(value):
-            other = owner.setdefault(node_id, variable)
-            if group[other] is not group[variable]:
-                group[other].extend(group[variable])
-                for moved in group[variable]:
-                    group[moved] = group[other]
-    order = {variable: place for place, variable in enumerate(graph.variables)}
-    return [tuple(sorted(found, key=order.__getitem__)) for found in {id(g): g for g in group.values()}.values()]
+            sets.unite(owner.setdefault(node_id, variable), variable)
+    by_key = {variable.key: variable for variable in graph.variables}
+    for variable in graph.variables:
+        for key in () if variable.request is None else parse(variable.request).keys:
+            sets.unite(by_key.get(key, variable), variable)
+    groups: dict[Variable, list[Variable]] = {}
+    for variable in graph.variables:
+        groups.setdefault(sets.root(variable), []).append(variable)
+    return [tuple(group) for group in groups.values()]
 
 
 def pack(

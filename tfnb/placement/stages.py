@@ -20,7 +20,7 @@ from tfnb.passes.flow.places import Place
 from tfnb.passes.flow.reasons import StepParts
 from tfnb.passes.flow.step_flow import StepFlow
 from tfnb.placement.costs import LATENCY, RATE
-from tfnb.placement.module_calls import ModuleCall, Passage, is_gradient, task_of
+from tfnb.placement.module_calls import ModuleCall, Passage, colocated_calls, is_gradient, task_of
 from tfnb.placement.shards import nbytes
 
 SLACK = 1.05  # nodes are not timed better: among cuts whose slowest stage is within this of the best, bytes decide
@@ -115,15 +115,19 @@ class StageWeights:
         seconds = self._stage_seconds()
         bytes_before = [0, *accumulate(call.bytes for call in self.calls)]
 
+        together = colocated_calls(self.calls)
+
         def time(stage: int, start: int, stop: int) -> float:
             asked = any(call.task not in (None, stage) for call in self.calls[start:stop])
-            return INFINITE if asked else seconds[start][stop]
+            is_cut = any(first < border <= last for border in (start, stop) for first, last in together)
+            return INFINITE if asked or is_cut else seconds[start][stop]
 
         quickest = least_maximum(time, units, stages)
         if quickest is None:
-            asked = ", ".join(f"{c.name} asks for task:{c.task}" for c in self.calls if c.task is not None)
+            reasons = [f"{c.name} asks for task:{c.task}" for c in self.calls if c.task is not None]
+            reasons += [f"{self.calls[a].name} to {self.calls[b].name} are colocated" for a, b in together]
             raise InvalidArgument(
-                f"stages={stages} of {units} modules in their order, and {asked}: a stage would be empty"
+                f"stages={stages} of {units} modules in their order, and {', '.join(reasons)}: a stage would be empty"
             )
         bound = SLACK * max(seconds[start][stop] for start, stop in pairwise((0, *quickest)))
 

@@ -21,7 +21,8 @@ from tfnb.recording.shapes.symbols import Symbols
 from tfnb.recording.values.tensor import Operation, Tensor
 
 
-def _recorder(what: str) -> Recorder:
+def open_recorder(what: str) -> Recorder:
+    """The recorder of the block that is being recorded. Raises FailedPrecondition naming what needs one."""
     recording = current.recording()
     if not isinstance(recording, Recorder):
         raise FailedPrecondition(f"{what} works inside a recording: a %%tfgraph cell or `with tfnb.record(NAME):`")
@@ -45,7 +46,7 @@ def placeholder(
     ...     print(placeholder(torch.zeros(8, 3)).spec, placeholder(shape=(None, "T", 4)).spec)
     float32[B, 3] float32[B1, T, 4]
     """
-    recorder = _recorder("placeholder")
+    recorder = open_recorder("placeholder")
     if recorder.lazy and isinstance(sample, Tensor):  # made in this block: it has a shape and no values
         shape = shape or ((None, *sample.shape[1:]) if sample.dim() else ())
         dtype, sample = dtype or sample.dtype, None
@@ -147,7 +148,7 @@ def constant(value: object, *, name: str | None = None) -> Tensor:
     >>> tfnb.run(y)
     tensor([2.7183, 7.3891])
     """
-    recorder = _recorder("constant")
+    recorder = open_recorder("constant")
     with _disable_current_modes():
         tensor = torch.as_tensor(current.plain(value)).detach().clone()
     entry = recorder.constant(tensor, name)
@@ -167,7 +168,7 @@ def name_scope(name: str | None) -> Iterator[str]:
     >>> y.node.scope
     ('head', 'exp')
     """
-    with _recorder("name_scope").scope(name) as path:
+    with open_recorder("name_scope").scope(name) as path:
         yield path
 
 
@@ -176,9 +177,10 @@ def device(spec: Scope, *, soft: bool = False) -> Iterator[None]:
     """Nodes recorded inside ask for this device: a task of a cluster, a kind of device, or both.
 
     spec: a device string, any part of which may be missing; a function of the node that gives one, or None for what the
-    scopes around say; None: nodes inside ask for nothing. An inner scope overrides an outer one field by field. The
+    scopes around say; None: nodes inside ask for no place. An inner scope overrides an outer one field by field. The
     nodes of one graph may ask for several tasks: each computes its part of a step, and tensors go from task to task
-    (white paper §3.2). Nodes of gradients ask for what their forward nodes ask for.
+    (white paper §3.2). Nodes of gradients ask for what their forward nodes ask for. `colocate_with` asks for the place
+    of another node or Variable; the requests of both are merged.
 
     ``ps:1`` asks for a server of a cluster: a Variable that is made, read or written inside lies there, whole, and so
     do those that are updated with it. Of computations a server does updates of Variables only, by optimizers or number
@@ -195,7 +197,7 @@ def device(spec: Scope, *, soft: bool = False) -> Iterator[None]:
     >>> y.node.device, z.node.device
     ('/job:worker/task:0', '/job:worker/task:1/device:CPU:0')
     """
-    recorder = _recorder("device")
+    recorder = open_recorder("device")
     if spec is not None and not callable(spec):
         spec = str(parse(spec)._replace(soft=True)) if soft or parse(spec).soft else spec
     elif soft and spec is not None:
@@ -220,7 +222,7 @@ def control_dependencies(nodes: Sequence[Any] | None) -> Iterator[None]:
     >>> tfnb.run(after)
     tensor(1.)
     """
-    recorder = _recorder("control_dependencies")
+    recorder = open_recorder("control_dependencies")
     with recorder.after(None if nodes is None else tuple(value_in(node, recorder).node for node in nodes)):
         yield
 
@@ -251,7 +253,7 @@ def unordered(*, use_locking: bool = False) -> Iterator[None]:
     >>> tfnb.run(now), tfnb.run(more), tfnb.run(now)
     (tensor([0., 0.]), tensor([1., 1.]), tensor([1., 1.]))
     """
-    recorder = _recorder("unordered")
+    recorder = open_recorder("unordered")
     with recorder.tagged(frozenset({UNORDERED, LOCKING} if use_locking else {UNORDERED})):
         yield
 
@@ -277,7 +279,7 @@ def group(*fetches: object, name: str | None = None) -> Operation:
     >>> tfnb.run(step), w.tolist()
     (None, [0.5, 0.5])
     """
-    recorder = _recorder("group")
+    recorder = open_recorder("group")
     return recorder.group(tuple(value_in(f, recorder) for f in fetches), name)
 
 
@@ -296,7 +298,7 @@ def effects(*, name: str | None = None) -> Operation:
     >>> tfnb.run(everything, {x: torch.ones(2, 3)}), int(seen.num_batches_tracked)
     (None, 1)
     """
-    recorder = _recorder("effects")
+    recorder = open_recorder("effects")
     if recorder.inside:
         raise Unsupported(
             f"tfnb.effects() runs what a whole block does: call it outside of branches and loops{recorder.tape.at()}"

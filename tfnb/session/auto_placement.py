@@ -10,6 +10,7 @@ import torch
 
 from tfnb.execution.tracing.trace import Event, Trace, Transmission
 from tfnb.graph import Graph, Node
+from tfnb.graph.device_request import readable
 from tfnb.memory.byte_counts import told
 from tfnb.passes.flow.places import Place
 from tfnb.passes.flow.reasons import StepParts, Why
@@ -91,7 +92,7 @@ class AutoPlacement(StepParts):
         if number is None:
             return why
         group, at = self._grouped.groups[number], [*self.timeline.at]
-        request = next((n.device for n in group.nodes if n.id == found.id), None)
+        request = readable(next((n.device for n in group.nodes if n.id == found.id), None))
         if group.asked is not None:
             rule = f"{group.title}: {group.asked.name} asks for {group.places[0]}"
             return replace(why, rule=rule, request=request, possible=group.places)

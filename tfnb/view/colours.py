@@ -13,6 +13,7 @@ from typing import Any
 
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Contents, Graph, Node, Value
+from tfnb.graph.colocation_groups import colocated
 from tfnb.graph.contents import Names
 from tfnb.graph.difference import Difference
 from tfnb.passes.flow.places import Place, requested
@@ -192,8 +193,8 @@ def sites(graph: Graph, contents: Contents, paths: Mapping[int, Path]) -> Sites 
     contents, paths: the graph with its loops and branches opened. Of a graph that cannot be cut, what nodes ask for.
     """
     try:
-        places = requested(graph.nodes)
-    except InvalidArgument:  # a device of a stranger's file
+        places = requested(colocated(graph).nodes)
+    except InvalidArgument:  # requests that contradict each other, or a device of a stranger's file
         return None
     if len({*places.values()}) < 2:
         return None

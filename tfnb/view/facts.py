@@ -9,6 +9,7 @@ import torch
 
 from tfnb.errors import ShapeError
 from tfnb.graph import Contents, Dim, Node, Ref, Spec, Value, Variable
+from tfnb.graph.device_request import readable
 from tfnb.widgets.escaping import shorten
 
 SMALL = frozenset({"tfnb.read", "tfnb.constant"})  # drawn as small nodes, beside their first user
@@ -179,7 +180,7 @@ def describe(node: Node, contents: Contents) -> list[str]:
     if node.op == "tfnb.constant":
         lines += preview(node.attrs.get("value"))
     if node.device:
-        lines.append(f"on {node.device}")
+        lines.append(f"on {readable(node.device)}")
     if node.scope and "/".join(node.scope) not in node.name:
         lines.append("in " + "/".join(node.scope))
     lines += quoted(node)

@@ -122,7 +122,8 @@ def _reading_at_home(split: Split) -> Graph:
         if len(shards) != 1:
             return node
         request = DeviceRequest() if node.device is None else parse(node.device)
-        return replace(node, device=str(request._replace(job=None, task=shards.pop(), soft=False)))
+        at_home = request._replace(job=None, task=shards.pop(), soft=False, groups=())  # others are elsewhere
+        return replace(node, device=str(at_home))
 
     contents = split.compute.contents
     return split.compute.derive(

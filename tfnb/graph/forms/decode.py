@@ -18,6 +18,7 @@ from tfnb.errors import GraphCycleError, GraphFormatError, InvalidArgument, Unkn
 from tfnb.graph import strict_json
 from tfnb.graph.check import check
 from tfnb.graph.contents import Contents, Guard
+from tfnb.graph.device_request import map_groups
 from tfnb.graph.node import Node, Owner, Ref, SourceLine, Value
 from tfnb.graph.op_facts import admit
 from tfnb.graph.ops import QUEUES as QUEUE_OPS
@@ -172,6 +173,7 @@ class _Reader:
         declared = field(document, "variables", dict, "file", {})
         self.queues: dict[int, Queue] = {}
         self.variables = {label: self._declared(label, record, variables) for label, record in declared.items()}
+        self.groups = {f"v{place}": self.variables[label].key for place, label in enumerate(sorted(self.variables))}
 
     def _tags(self) -> dict[str, tuple[Any, Callable[..., Any]]]:
         """Type and reader of the content of each ``$`` key."""
@@ -353,12 +355,26 @@ class _Reader:
             scope=tuple(scope),
             source=self.entry(record, "source", self.sources, path),
             owner=self.entry(record, "owner", self.owners, path),
-            device=field(record, "device", str, path, None),
+            device=self.request(field(record, "device", str, path, None), self.ids[place]),
             tags=frozenset(_strings(record, "tags", path)),
             stream=field(record, "stream", int, path, None),
             forward=None if forward is None else self.place(forward, f"{path}.forward"),
             fixed=tuple(_strings(record, "fixed", path)),
         )
+
+    def request(self, text: str | None, number: int) -> str | None:
+        """The request of the node with this id. A colocation group is named after the first node that names it."""
+        before, found, groups = (text or "").partition("with:")
+        if text is None or not found:
+            return text
+
+        def known(name: str, key: str) -> str:
+            return f"{name}#{self.groups.setdefault(key, str(number))}"
+
+        mapped = (map_groups(group, known) for group in groups.split("+"))
+        others = [group for group in mapped if group is not None and not group.endswith(f"#{number}")]
+        before = before.rstrip("/")
+        return f"{before}/with:{'+'.join(others)}" if others else before or None
 
     def attrs(self, record: dict[str, Any], path: str) -> dict[str, Any]:
         if len(record) > ATTR_CAP:

@@ -11,10 +11,11 @@ import torch
 
 from tfnb.errors import InvalidArgument
 from tfnb.graph.contents import Contents, Guard
+from tfnb.graph.device_request import map_groups, with_group
 from tfnb.graph.node import Node, Owner, Ref, SourceLine, Value
 from tfnb.graph.queue import Queue
 from tfnb.graph.spec import Dim, Spec, dtype_name
-from tfnb.graph.subgraph import Recursion, Subgraph
+from tfnb.graph.subgraph import Recursion, Subgraph, group_keys
 from tfnb.graph.variable import Variable
 
 
@@ -43,6 +44,11 @@ class GraphWriter:
         self.keys: dict[int, str] = {}
         self.queues: dict[Queue, int] = {}
         self.recursions: dict[Recursion, int] = {}
+        self.groups: dict[str, str] = {}  # of colocation groups: what files have for their keys
+        for key in (key for node in contents.nodes for key in group_keys(node)):
+            self.groups.setdefault(key, str(len(self.groups)))
+        places = {label: place for place, label in enumerate(sorted(self.labels.values()))}
+        self.groups |= {v.key: f"v{places[label]}" for v, label in self.labels.items() if v.key in self.groups}
         self._tables()
 
     def _tables(self) -> None:
@@ -98,7 +104,7 @@ class GraphWriter:
             "scope": list(node.scope),
             "source": self.source(node.source),
             "owner": self.owner(node.owner),
-            "device": node.device,
+            "device": self.request(node),
             "tags": sorted(node.tags),
             "stream": node.stream,
             "forward": self.position.get(node.forward) if node.forward is not None else None,
@@ -106,6 +112,15 @@ class GraphWriter:
         }
         named = {key: fields[key] for key in self.only} if self.only else fields
         return {key: value for key, value in named.items() if value is not None and value != [] and value != {}}
+
+    def request(self, node: Node) -> str | None:
+        """The request of a node; the node that a colocation group is named after says so, ids are not kept."""
+        device, own = node.device, str(node.id)
+        if own in self.groups:
+            group = with_group(node.name, own)
+            is_in_another = device is not None and "/with:" in device
+            device = (device or "") + (group.replace("/with:", "+") if is_in_another else group)
+        return map_groups(device, lambda name, key: f"{name}#{self.groups.get(key, key)}")
 
     def subgraph(self, subgraph: Subgraph) -> dict[str, Any]:
         """A subgraph, whose nodes are named by position; shared objects stand in this writer's tables."""

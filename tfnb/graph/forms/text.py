@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tfnb.graph.contents import Contents
+from tfnb.graph.device_request import readable
 from tfnb.graph.node import Node, Ref, Value
 from tfnb.graph.ops import IN_PLACE
 from tfnb.graph.spec import Dim, Spec, dtype_name
@@ -159,7 +160,7 @@ class _Writer:
         arguments = ", ".join(named if node.attrs else map(self.value, node.inputs))
         after = f" after {', '.join(self.names[i] for i in node.control)}" if node.control else ""
         also = f" with {', '.join(self.names[i] for i in node.effects)}" if node.effects else ""
-        device = f" @{one_line(node.device)}" if node.device else ""
+        device = f" @{one_line(readable(node.device))}" if node.device else ""
         specs = f"   {_specs(node)}" if node.outputs else ""
         where = f" {IN_PLACE}" if IN_PLACE in node.tags else ""
         return f"{result}{one_line(node.op).removesuffix('.default')}({arguments}){where}{after}{also}{device}{specs}"

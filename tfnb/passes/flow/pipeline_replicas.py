@@ -152,7 +152,7 @@ class _Replication:
 
         def copied(node: Node) -> Node:
             return replace(
-                node, id=ids[node.id], name=_named(node.name, number), device=_at(node.device, number * self.stages),
+                node, id=ids[node.id], name=_named(node.name, number), device=_at(node.device, number, self.stages),
                 inputs=tuple(map(of, node.inputs)), attrs=map_leaves(inside, node.attrs),
                 control=tuple(ids.get(i, i) for i in node.control), effects=tuple(ids.get(i, i) for i in node.effects),
                 forward=ids.get(node.forward or 0, node.forward),
@@ -213,16 +213,18 @@ def _named(name: str, number: int) -> str:
     return f"replica_{number}.{name}" if number else name
 
 
-def _at(device: str | None, offset: int) -> str | None:
-    """A device request for a task so many further on.
+def _at(device: str | None, number: int, stages: int) -> str | None:
+    """The device request of a node in a replica: for a task so many further on, with groups of the replica's own.
 
-    >>> _at("task:1", 3), _at("cpu", 3), _at(None, 3)
-    ('/task:4', 'cpu', None)
+    >>> _at("task:1", 1, 3), _at("cpu", 1, 3), _at("/with:h#7", 1, 3), _at(None, 1, 3)
+    ('/task:4', '/device:CPU', '/with:h#7_1', None)
     """
-    request = None if device is None or not offset else parse(device)
-    if request is None or request.task is None or request.job == "ps":
+    if device is None or not number:
         return device
-    return str(request._replace(task=request.task + offset))
+    request = parse(device)
+    if request.task is not None and request.job != "ps":
+        request = request._replace(task=request.task + number * stages)
+    return str(request._replace(groups=tuple(f"{group}_{number}" for group in request.groups)))
 
 
 def _symbols(shape: Sequence[int | Dim]) -> Iterator[str]:

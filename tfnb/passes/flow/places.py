@@ -11,14 +11,17 @@ first used if that has no home; the ops that a loop or branch is made of go with
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import chain
 from typing import Any, NamedTuple
 
-from tfnb.errors import InvalidArgument
+from tfnb.errors import InvalidArgument, Unimplemented
 from tfnb.graph import Node
-from tfnb.graph.device_request import parse
-from tfnb.graph.subgraph import nested, subgraphs
+from tfnb.graph.device_request import DeviceRequest, parse, readable
+from tfnb.graph.ops import CALL
+from tfnb.graph.subgraph import nested, subgraphs, with_inner
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.frames import Flow, Op, Port
 
@@ -68,23 +71,102 @@ ANYWHERE = frozenset({
 _GATES = ("pred", "size", ("below", 0), ("below", -1))  # Switches of values that each place has, or has sizes of
 
 
-def requested(nodes: Iterable[Node], tasks: Collection[int] | None = None) -> dict[int, Place]:
-    """The places that nodes ask for, by id, also inside of loops and branches.
+def asked_places(
+    nodes: Iterable[Node], tasks: Collection[int] | None = None, of_groups: Mapping[str, Place] | None = None
+) -> dict[int, Place]:
+    """The places that nodes ask for, by id, also inside of loops, branches and recursive functions.
 
-    A loop or branch that asks for nothing is done at the one place that something inside of it asks for. tasks:
+    A loop, branch or call that asks for nothing is done at the one place that something inside of it asks for. tasks:
     numbers of those there are, None for all that are asked for; a soft request for another one asks for nothing.
+    of_groups: the places of colocation groups that ask for nothing, by key.
     """
+
+    def own(node: Node) -> Place | None:
+        request = DeviceRequest() if node.device is None else parse(node.device)
+        number = None if request.job == "ps" else request.task
+        if number is not None and (tasks is None or number in tasks):
+            return Place(number)
+        return next((of_groups[key] for key in request.keys if key in of_groups), None) if of_groups else None
+
     found: dict[int, Place] = {}
     for node in nodes:
-        inside = requested((inner for part in subgraphs(node) for inner in part.contents.nodes), tasks)
-        request = None if node.device is None else parse(node.device)
-        number = None if request is None or request.job == "ps" else request.task
-        if number is not None and (tasks is None or number in tasks):
-            found[node.id] = Place(number)
+        if node.op == CALL:
+            inside = {each.id: at for each in with_inner([node]) if each is not node and (at := own(each)) is not None}
+        else:
+            parts = (part.contents.nodes for part in subgraphs(node))
+            inside = asked_places(chain.from_iterable(parts), tasks, of_groups)
+        place = own(node)
+        if place is not None:
+            found[node.id] = place
         elif len({*inside.values()}) == 1:
             found[node.id] = next(iter(inside.values()))
         found |= inside
     return found
+
+
+def ensure_whole_calls(nodes: Iterable[Node], sites: Mapping[int, Place]) -> None:
+    """Raise Unimplemented for a call of a recursive function whose inside asks for another place than the call."""
+    for call in (node for node in with_inner(nodes) if node.op == CALL):
+        hard = [node for node in with_inner([call]) if node.id in sites and _is_hard(node)]
+        other = next((node for node in hard if sites[node.id] != sites[hard[0].id]), None)
+        if other is not None:
+            raise Unimplemented(
+                f"{call.name} calls a function that calls itself, which is done at one place as a whole, and "
+                f"{hard[0].name} asks for {sites[hard[0].id]} ({hard[0].source}), {other.name} for {sites[other.id]} "
+                f"({other.source}): ask for one place", node=other.name,
+            )  # fmt: skip
+
+
+def requested(nodes: Iterable[Node], tasks: Collection[int] | None = None) -> dict[int, Place]:
+    """`asked_places`, with those of colocation groups that ask for nothing, where other nodes ask for a place.
+
+    Such a group is where its first member would be alone: beside its operands, else where it is first used.
+    """
+    nodes = tuple(nodes)
+    found = asked_places(nodes, tasks)
+    groups: dict[str, list[int]] = {}  # by key, the members; of one inside of a loop or branch that node, too
+    for node in nodes if found else ():
+        for inner in with_inner([node]):
+            for key in () if inner.device is None else parse(inner.device).keys:
+                groups.setdefault(key, []).extend((inner.id, node.id))
+    if not groups:
+        return found
+    near = _Neighbours(nodes)
+    places: dict[str, Place] = {}
+    for key, members in groups.items():
+        at = next((found[member] for member in members if member in found), None)
+        places[key] = at or near.place(members[1], found)
+    return asked_places(nodes, tasks, places)
+
+
+class _Neighbours:
+    """The nodes of a step, by id, with their users."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.nodes = {node.id: node for node in nodes}
+        self._users: dict[int, list[int]] = {}
+        for node in nodes:
+            for value in node.inputs:
+                self._users.setdefault(value.node, []).append(node.id)
+
+    def place(self, start: int, found: Mapping[int, Place]) -> Place:
+        """The place of the nearest node before this one, else of the nearest behind, else the first place."""
+        for ahead in (self._before, self._behind):
+            queue, seen = deque([start]), {start}
+            while queue:
+                number = queue.popleft()
+                if number in found:
+                    return found[number]
+                more = [each for each in ahead(number) if each not in seen]
+                seen.update(more)
+                queue.extend(more)
+        return min(found.values())
+
+    def _before(self, number: int) -> Iterable[int]:
+        return dict.fromkeys(value.node for value in self.nodes[number].inputs if value.node in self.nodes)
+
+    def _behind(self, number: int) -> Iterable[int]:
+        return dict.fromkeys(self._users.get(number, ()))
 
 
 def is_split(node: Node, sites: Mapping[int, Place]) -> bool:
@@ -143,7 +225,9 @@ def _queues(flow: Flow, asked: Sequence[Place | None]) -> dict[Any, Place]:
         if other != place and _is_hard(node) and _is_hard(first):
             raise InvalidArgument(
                 f"queue {queue.name} is used at one task in a step, and nodes ask for several: {first.name} for "
-                f"{first.device!r} ({first.source}), {node.name} for {node.device!r} ({node.source})", node=node.name,
+                f"{readable(first.device)!r} ({first.source}), {node.name} for {readable(node.device)!r} "
+                f"({node.source})",
+                node=node.name,
             )  # fmt: skip
     return {queue: place for queue, (place, _) in found.items()}
 

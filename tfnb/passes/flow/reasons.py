@@ -12,8 +12,9 @@ import torch
 
 from tfnb.errors import InvalidArgument, NotFound
 from tfnb.graph import Contents, Dim, Graph, Node, Spec, Value
-from tfnb.graph.device_request import parse
-from tfnb.graph.subgraph import nested
+from tfnb.graph.colocation_groups import colocated
+from tfnb.graph.device_request import parse, readable
+from tfnb.graph.subgraph import nested, with_inner
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import ELSEWHERE, RECV, SEND, Edge, Kind, Part
 from tfnb.passes.flow.frames import Op, Port
@@ -176,7 +177,7 @@ class StepParts:
         if around is not None and found.id not in self._ops and around.id in self._ops:
             outer, where = self.why(around), str(found.source or "made by a pass").strip()
             rule = f"inside of {around.name}, which is done there as a whole"
-            return replace(outer, name=found.name, request=found.device, where=where, rule=rule)
+            return replace(outer, name=found.name, request=readable(found.device), where=where, rule=rule)
         ops = [n for n, op in enumerate(self._step.flow.ops) if op.node is not None and op.node.id == found.id]
         op = self._ops.get(found.id)
         home = Home(self._sites.get(found.id)) if op is None else self._homes[op]
@@ -190,7 +191,7 @@ class StepParts:
         ]  # fmt: skip
         where = str(found.source or "made by a pass").strip()
         rule = self._divided(found, ops) if op is None else self._rule(found, self._step.flow.ops[op], home)
-        return Why(found.name, found.device, where, home.place, rule, possible, tuple(crossing))
+        return Why(found.name, readable(found.device), where, home.place, rule, possible, tuple(crossing))
 
     def _rule(self, node: Node, op: Op, home: Home) -> str:
         beside = "" if home.beside is None else self.name(Port(home.beside))
@@ -200,7 +201,7 @@ class StepParts:
             case PlacementRule.REQUEST if node.device is None:
                 return f"all inside of it that asks for a place asks for {home.place}"
             case PlacementRule.REQUEST:
-                return f"asks for {home.place}"
+                return self._colocated(node) or f"asks for {home.place}"
             case PlacementRule.QUEUE:
                 return f"queue {node.attrs['queue'].name}: all that uses it is done at one place"
             case PlacementRule.OPERAND:
@@ -211,6 +212,29 @@ class StepParts:
             case PlacementRule.DEFAULT:
                 return "the first place, as nothing beside it has one"
         return "wherever it is wanted"
+
+    def _colocated(self, node: Node) -> str:
+        """The reason of a node that is where its colocation group is; empty if it asks for that place itself."""
+        keys = parse(node.device or "/soft").keys
+        members = [each for key in keys for each in self._groups.get(key, ())]
+        asking = [each for each in members if each.device is not None and parse(each.device).has_place]
+        if not keys or any(each.id == node.id for each in asking):
+            return ""
+        if asking:
+            return f"colocated with {asking[0].name}, which asks for {readable(asking[0].device)}"
+        others = [each.name for each in members if each.id != node.id] or [str(readable(node.device))]
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        return f"colocated with {others[0]}{more}, and no node of that group asks for a place"
+
+    @cached_property
+    def _groups(self) -> Mapping[str, Sequence[Node]]:
+        """The members of each colocation group by its key, as recorded, also those that the step does without."""
+        recorded = {node.id: node for node in with_inner(self._step.step.whole.nodes)}
+        found: dict[str, list[Node]] = {}
+        for node in with_inner(colocated(self._step.step.whole).nodes):
+            for key in () if node.device is None else parse(node.device).keys:
+                found.setdefault(key, []).append(recorded[node.id])
+        return found
 
     def _divided(self, node: Node, ops: Sequence[int]) -> str:
         places = sorted({place for n in ops if (place := self._homes[n].place) is not None})

@@ -14,7 +14,7 @@ from tfnb.graph.subgraph import uses_queues
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import End, Kind, Part, Partition, uncut
 from tfnb.passes.flow.frames import Flow, Port
-from tfnb.passes.flow.places import Place, homes, is_split, requested
+from tfnb.passes.flow.places import Place, ensure_whole_calls, homes, is_split, requested
 from tfnb.passes.fold import fold
 from tfnb.passes.in_place_commit import absorb, in_place_updates
 from tfnb.passes.pipeline import PIPELINE, optimize, optimized, with_fed
@@ -101,6 +101,7 @@ def in_parts(step: StepGraph, wanted: CutOptions | None = None) -> StepFlow:
     wanted = wanted or CutOptions()
     graph = step.graph if wanted.is_optimized else _stacked(step, (absorb, stack), wanted.tasks)
     sites = requested(graph.nodes, wanted.tasks)
+    ensure_whole_calls(graph.nodes, sites)
     return _step_flow(step, graph, partial(_is_native, sites), sites, wanted)
 
 

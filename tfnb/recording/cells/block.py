@@ -529,6 +529,7 @@ def _assigned_names(
         if at is not None and at not in done:
             done[at] = {}
             recorder.rename(at, clean(name))  # nodes have names of ASCII
+    recorder.tape.name_groups(done)
     for name, value in ((name, value) for name, values in bindings.items() for value in values):
         if value.node in done:
             done[value.node][name] = value.index

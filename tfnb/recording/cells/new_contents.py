@@ -14,9 +14,10 @@ import torch
 
 from tfnb.errors import StaleNode
 from tfnb.graph import Contents, Guard, Node, Owner, Value
+from tfnb.graph.device_request import map_groups
 from tfnb.graph.node import leaves
 from tfnb.graph.op_facts import facts_of
-from tfnb.graph.subgraph import uses_queues
+from tfnb.graph.subgraph import group_keys, map_nodes, uses_queues
 from tfnb.recording.cells.size_letters import Letters, matched, substitute, unified_guards
 from tfnb.recording.values.workspace import Derivative
 
@@ -86,7 +87,8 @@ def replaced(
     _refuse_circles(before, gone, old)
     moved = _relinked(mine, new, assigned)
     same = _same(mine, new, moved, opaque)
-    after = [_relink(node, moved) for node in after]
+    before = [_regrouped(node, moved) for node in before]
+    after = [_regrouped(_relink(node, moved), moved) for node in after]
     kept_by = {d.moved(moved): d.ways(old.nodes) for d in derivatives if d.nodes.isdisjoint(gone)}
     while True:
         after = _possible([*before, *new], after, gone, old)
@@ -180,6 +182,7 @@ def _possible(before: list[Node], after: list[Node], gone: dict[int, str], old: 
         bound.update(s for spec in node.outputs for s in spec.symbols if s not in node.symbols)
         missing = next((i for i in (*(v.node for v in node.inputs), *node.control) if i not in available), None)
         missing = next((i for i in node.effects if i in gone), missing)
+        missing = next((i for i in map(int, filter(str.isdecimal, group_keys(node))) if i in gone), missing)
         if missing is not None:
             gone[node.id] = (
                 gone[missing] if old.by_id[missing].owner == node.owner else _missing_text(node, old, missing)
@@ -227,8 +230,9 @@ def _dropped_text(node: Node, why: str) -> str:
 
 
 def _missing_text(node: Node, old: Contents, missing: int) -> str:
-    lost = old.by_id[missing]
-    return _dropped_text(node, f"it uses {lost.name} of {_label(lost)}, which is not recorded any more")
+    lost, is_operand = old.by_id[missing], str(missing) not in group_keys(node)
+    how = "uses" if is_operand else "is colocated with"
+    return _dropped_text(node, f"it {how} {lost.name} of {_label(lost)}, which is not recorded any more")
 
 
 def _relinked(
@@ -288,6 +292,17 @@ def _relink(node: Node, moved: Mapping[Value, Value]) -> Node:
         control=tuple(moved.get(Value(c), Value(c)).node for c in node.control),
         forward=node.forward if node.forward is None else moved.get(Value(node.forward), Value(node.forward)).node,
     )
+
+
+def _regrouped(node: Node, moved: Mapping[Value, Value]) -> Node:
+    """The node in the colocation groups of what took the place of replaced nodes."""
+    keys = (key for key in group_keys(node) if key.isdecimal())
+    now = {key: str(moved[Value(int(key))].node) for key in keys if Value(int(key)) in moved}
+
+    def changed(each: Node) -> Node:
+        return replace(each, device=map_groups(each.device, lambda name, key: f"{name}#{now.get(key, key)}"))
+
+    return map_nodes(changed, node) if now else node
 
 
 def _place(old: Contents, others: list[Node], mine: list[Node], new: list[Node]) -> int:

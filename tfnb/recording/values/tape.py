@@ -8,7 +8,7 @@ is undone, whatever it did.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -20,8 +20,9 @@ import torch
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Guard, Node, Owner, SourceLine, Spec, Value, Variable, ops
 from tfnb.graph.contents import Names
-from tfnb.graph.device_request import Scope
+from tfnb.graph.device_request import Scope, map_groups, parse, with_group
 from tfnb.graph.graph import new_id
+from tfnb.graph.subgraph import Recursion, group_keys, map_nodes
 
 if TYPE_CHECKING:
     from tfnb.recording.values.tensor import Base, Entry, Tensor
@@ -216,6 +217,21 @@ class Tape(TapeState):
         name = self.names.fresh(name)
         self.new[place] = self.by_id[node_id] = replace(node, name=name)
         return name
+
+    def name_groups(self, renamed: Container[int]) -> None:
+        """Let colocation groups have the names of the nodes that they are named after, of those that were renamed."""
+
+        def named(node: Node) -> Node:
+            return replace(node, device=map_groups(node.device, known))
+
+        def known(name: str, key: str) -> str:
+            is_renamed = key.isdecimal() and int(key) in renamed
+            return parse(with_group(self.by_id[int(key)].name, key)).groups[0] if is_renamed else f"{name}#{key}"
+
+        made: dict[Recursion, Recursion] = {}
+        for place, node in enumerate(self.new):
+            if any(key.isdecimal() and int(key) in renamed for key in group_keys(node)):
+                self.new[place] = self.by_id[node.id] = map_nodes(named, node, made)
 
     def tag(self, node_id: int, tag: str) -> None:
         """Give a node of this recording one more tag."""
