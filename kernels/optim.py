@@ -302,8 +302,8 @@ def adadelta(
         torch._foreach_mul_(squares, rho)
         torch._foreach_addcmul_(squares, grads, grads, value=1 - rho)
         for column, made in ((squares, roots), (sums, deltas)):
-            for x, out in zip(column, made, strict=True):
-                torch.add(x, eps, out=out)
+            torch._foreach_copy_(made, column)
+            torch._foreach_add_(made, eps)
             torch._foreach_sqrt_(made)
         torch._foreach_div_(deltas, roots)
         torch._foreach_mul_(deltas, grads)
@@ -322,10 +322,11 @@ def _pieces(columns: list[Column]) -> Iterator[list[Column]]:
     length = max(1, sum(x.numel() for x in columns[0]))  # one launch for all
     if columns[0][0].is_cpu:
         length = PIECE * torch.get_num_threads()
-    piece: list[Row] = []
+    piece: list[Sequence[Tensor]] = []
     total = 0
     for row in zip(*columns, strict=True):
-        for part in zip(*(x.view(-1).split(length) for x in row), strict=True):
+        flat = [x.view(-1) for x in row]
+        for part in zip(*(x.split(length) for x in flat), strict=True) if len(flat[0]) > length else [flat]:
             if piece and total + part[0].numel() > length:
                 yield [[*column] for column in zip(*piece, strict=True)]
                 piece, total = [], 0

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from tests.magics.conftest import Notebook, ipython, notebook
-from tests.models.scripts import IMPORTS, SCRIPTS
+from tests.models.further_scripts import FURTHER
+from tests.models.script import IMPORTS
+from tests.models.scripts import SCRIPTS
 
 __all__ = ["ipython", "notebook"]  # fixtures
+ALL = SCRIPTS | FURTHER
 PAGE = Path(__file__).parents[2] / "notebooks" / "scripts.md"
 
 
@@ -31,9 +34,9 @@ def tensors(space: dict[str, Any]) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_script_trains_as_in_torch(notebook: Notebook, name: str) -> None:
-    script = SCRIPTS[name]
+    script = ALL[name]
     space: dict[str, Any] = {"__name__": "__main__"}
     exec(IMPORTS + script.shared + script.plain, space)
     with warnings.catch_warnings():
@@ -50,5 +53,5 @@ def test_a_script_trains_as_in_torch(notebook: Notebook, name: str) -> None:
 
 def test_the_page_has_the_number_of_changed_lines() -> None:
     page = PAGE.read_text()
-    for name, script in SCRIPTS.items():
+    for name, script in ALL.items():
         assert f"| {name} | {script.changed} |" in page
