@@ -56,10 +56,13 @@ def update(kernel: Callable[..., None]) -> Callable[..., None]:
     """
 
     def fused(rows: Sequence[Row], *, lr: float | None = None, **settings: object) -> None:
-        if lr is not None and _is_ready(rows):
-            kernel(*_columns(rows), lr, **settings)
-            return
-        groups, late = _prepared(rows, lr)
+        rows, rates = _rated(rows, lr)
+        late: list[tuple[Tensor, Tensor]] = []
+        if all([rate is rates[0] for rate in rates]) and _is_ready(rows):
+            groups: list[Group] = [(*_columns(rows), rates[0])]
+        else:
+            _check(rows)
+            groups = list(_groups(_plain(rows, late), rates))
         for ws, grads, slots, rate in groups:
             own = settings
             if isinstance(rate, tuple):
@@ -182,20 +185,18 @@ def _is_ready(rows: Sequence[Row]) -> bool:
     return all([_storage(row[1]) not in written for row in rows])
 
 
-def _prepared(rows: Sequence[Row], lr: float | None) -> tuple[list[Group], list[tuple[Tensor, Tensor]]]:
-    """Columns accepted by the fused kernels, with their rate, and tensors to copy back at the end."""
+def _rated(rows: Sequence[Row], lr: float | None) -> tuple[Sequence[Row], list[Rates]]:
+    """The rows without their rates, and the rate of each; rows that read one Variable have the same object."""
     if lr is not None:
-        rates: list[Rates] = [lr] * len(rows)
-    else:  # one tensor serves for many rows
-        known: dict[tuple[int, torch.device], Rates] = {}
-        for w, *_, rate in rows:
-            if (id(rate), w.device) not in known:
-                known[id(rate), w.device] = _rate(rate, w)
-        rates = [known[id(row[-1]), row[0].device] for row in rows]
-        rows = [row[:-1] for row in rows]
-    _check(rows)
-    late: list[tuple[Tensor, Tensor]] = []
-    return list(_groups(_plain(rows, late), rates)), late
+        return rows, [lr] * len(rows)
+    known: dict[tuple[int, torch.device], Rates] = {}
+    rates = []
+    for w, *_, rate in rows:
+        key = rate.data_ptr(), w.device
+        if key not in known:
+            known[key] = _rate(rate, w)
+        rates.append(known[key])
+    return [row[:-1] for row in rows], rates
 
 
 def _rate(rate: Tensor, w: Tensor) -> Rates:
