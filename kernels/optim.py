@@ -289,10 +289,8 @@ def adadelta(
     before the first write, and each piece of the variables uses them again.
     """
     *means, steps = slots
-    pieces = [(piece, [x.numel() for x in piece[0]]) for piece in _pieces([ws, grads, *means])]
-    scratch = ws[0].new_empty(3, max(sum(sizes) for _, sizes in pieces))
-    for (ws, grads, squares, sums), sizes in pieces:
-        roots, deltas, ready = ([*row[: sum(sizes)].split(sizes)] for row in scratch)
+    pieces = [*_pieces([ws, grads, *means])]
+    for (ws, grads, squares, sums), (roots, deltas, ready) in zip(pieces, _scratch(pieces, 3), strict=True):
         if maximize or weight_decay != 0:
             torch._foreach_copy_(ready, grads)
             grads = ready
@@ -318,11 +316,23 @@ def adadelta(
     torch._foreach_add_(steps, 1)
 
 
+def _scratch(pieces: list[list[Column]], count: int) -> list[list[Column]]:
+    """So many columns of temporaries for each piece, like its first column; all pieces have the same memory."""
+    if len(pieces) == 1:
+        return [[[torch.empty_like(x) for x in pieces[0][0]] for _ in range(count)]]
+    sizes = [[x.numel() for x in piece[0]] for piece in pieces]
+    rows = pieces[0][0][0].new_empty(count, max(map(sum, sizes)))
+    return [[[*row[: sum(each)].split(each)] for row in rows] for each in sizes]
+
+
 def _pieces(columns: list[Column]) -> Iterator[list[Column]]:
-    """Split flat columns into pieces for one update after the other; on CPU a piece is short enough for the cache."""
-    length = max(1, sum(x.numel() for x in columns[0]))  # one launch for all
-    if columns[0][0].is_cpu:
-        length = PIECE * torch.get_num_threads()
+    """Split columns into flat pieces for one update after the other; on CPU a piece is short enough for the cache.
+    What is one piece stays as it is.
+    """
+    length = PIECE * torch.get_num_threads()
+    if not columns[0][0].is_cpu or sum(x.numel() for x in columns[0]) <= length:
+        yield columns  # on a device one launch for all
+        return
     piece: list[Sequence[Tensor]] = []
     total = 0
     for row in zip(*columns, strict=True):

@@ -42,8 +42,13 @@ class TrainingLoop:
     def __init__(self, space: dict[str, Any], source: str) -> None:
         self.space, self.code = space, compile(source, "<loop>", "exec")
         self.numbers = {name: value for name, value in space.items() if isinstance(value, _PLAIN)}
-        stateful = (value for value in list(space.values()) if hasattr(value, "load_state_dict"))
-        self.states = [(value, copy.deepcopy(value.state_dict())) for value in stateful if not isinstance(value, type)]
+        stateful = [value for value in space.values() if hasattr(value, "state_dict") and not isinstance(value, type)]
+        self.states = [(value, copy.deepcopy(value.state_dict())) for value in stateful]
+        seed()
+        exec(self.code, space)  # from here on the optimizers have all of their slots
+        for owner, state in self.states:
+            if isinstance(owner, torch.optim.Optimizer):
+                state["state"] = copy.deepcopy(owner.state_dict()["state"])
         self.cpu: list[float] = []
         self.wall: list[float] = []
 
@@ -52,14 +57,32 @@ class TrainingLoop:
         self.space.update(self.numbers)
         self.space["log"].clear()
         for owner, state in self.states:
-            owner.load_state_dict(copy.deepcopy(state))
-        for seed in (torch.manual_seed, random.seed, np.random.seed):
-            seed(1)
+            restore(owner, state)
+        seed()
         cpu, wall = time.process_time(), time.perf_counter()
         exec(self.code, self.space)
         self.wall.append(time.perf_counter() - wall)
         self.cpu.append(time.process_time() - cpu)
         return [torch.as_tensor(value).detach().clone() for value in self.space["log"]]
+
+
+def seed() -> None:
+    """All generators that scripts draw from begin anew."""
+    for begin in (torch.manual_seed, random.seed, np.random.seed):
+        begin(1)
+
+
+def restore(owner: Any, state: dict[str, Any]) -> None:
+    """Load a state in place: `load_state_dict` of an optimizer would make new tensors in each round."""
+    slots = owner.state_dict()["state"] if isinstance(owner, torch.optim.Optimizer) else {}
+    if not slots or not all(isinstance(value, torch.Tensor) for row in slots.values() for value in row.values()):
+        owner.load_state_dict(copy.deepcopy(state))
+        return
+    for key, row in slots.items():
+        for name, value in row.items():
+            value.copy_(state["state"][key][name])
+    for group, kept in zip(owner.param_groups, state["param_groups"], strict=True):
+        group.update({name: value for name, value in kept.items() if name != "params"})
 
 
 def both(shell: InteractiveShell, script: Script) -> dict[str, TrainingLoop]:

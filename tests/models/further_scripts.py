@@ -641,7 +641,7 @@ class EncoderBlock(nn.Module):
     def __init__(self, args):
         super().__init__()
         self.norm = nn.LayerNorm(args.latent_size)
-        self.attention = nn.MultiheadAttention(args.latent_size, args.num_heads, dropout=0.0)
+        self.attention = nn.MultiheadAttention(args.latent_size, args.num_heads, dropout=0.0, batch_first=True)
         self.enc_MLP = nn.Sequential(
             nn.Linear(args.latent_size, args.latent_size * 4), nn.GELU(), nn.Dropout(0.0),
             nn.Linear(args.latent_size * 4, args.latent_size), nn.Dropout(0.0),
@@ -677,7 +677,7 @@ def evaluate():
     log.extend([sum(losses) / len(losses), correct])
 
 model, criterion = ViT(args), nn.CrossEntropyLoss()
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 """,
     """
 for epoch in range(args.epochs):
