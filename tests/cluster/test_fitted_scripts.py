@@ -16,9 +16,10 @@ from tests.models.script import IMPORTS
 from tests.models.scripts import SCRIPTS
 
 __all__ = ["ipython", "notebook"]  # fixtures
+DIGITS = "train_loader, feeds=(data, target), epochs=3, callbacks=after, exact=True"
 FITTED = {
-    "digits, with a test set and a scheduler": "train_loader, feeds=(data, target), epochs=3, callbacks=after, exact=True",
-    "digits row by row, through an LSTM": "train_loader, feeds=(data, target), epochs=3, callbacks=after, exact=True",
+    "digits, with a test set and a scheduler": DIGITS,
+    "digits row by row, through an LSTM": DIGITS,
     "larger images from small ones": "training_data_loader, feeds=(input, target), epochs=3, callbacks=[told]",
     "patches of images, by attention": "trainloader, feeds=(inputs, targets), epochs=2, callbacks=[told]",
     "the style of a picture": "[{x: images} for images, _ in train_loader], epochs=2, callbacks=[told]",

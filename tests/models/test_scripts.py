@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from tests.models.scripts import SCRIPTS
 
 __all__ = ["ipython", "notebook"]  # fixtures
 ALL = SCRIPTS | FURTHER
-PAGE = Path(__file__).parents[2] / "notebooks" / "scripts.md"
+ROOT = Path(__file__).parents[2]
+PAGE, TIMES = ROOT / "notebooks" / "scripts.md", ROOT / "tests" / "benchmarks" / "results" / "scripts.json"
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def test_a_script_trains_as_in_torch(notebook: Notebook, name: str) -> None:
         )
 
 
-def test_the_page_has_the_number_of_changed_lines() -> None:
-    page = PAGE.read_text()
+def test_the_page_has_the_changed_lines_and_the_measured_times() -> None:
+    page, rows = PAGE.read_text(), json.loads(TIMES.read_text())["rows"]
     for name, script in ALL.items():
-        assert f"| {name} | {script.changed} |" in page
+        assert f"| {name} | {script.changed} | {rows[name]['processor time']:.2f} |" in page
