@@ -185,10 +185,12 @@ def _is_ready(rows: Sequence[Row]) -> bool:
     return all([_storage(row[1]) not in written for row in rows])
 
 
-def _rated(rows: Sequence[Row], lr: float | None) -> tuple[Sequence[Row], list[Rates]]:
-    """The rows without their rates, and the rate of each; rows that read one Variable have the same object."""
+def _rated(rows: Sequence[Row], lr: float | None) -> tuple[list[Row], list[Rates]]:
+    """The rows without their rates, grads contiguous, and the rate of each; rows that read one Variable have the same
+    object.
+    """
     if lr is not None:
-        return rows, [lr] * len(rows)
+        return [(w, grad.contiguous(), *slots) for w, grad, *slots in rows], [lr] * len(rows)
     known: dict[tuple[int, torch.device], Rates] = {}
     rates = []
     for w, *_, rate in rows:
@@ -196,7 +198,7 @@ def _rated(rows: Sequence[Row], lr: float | None) -> tuple[Sequence[Row], list[R
         if key not in known:
             known[key] = _rate(rate, w)
         rates.append(known[key])
-    return [row[:-1] for row in rows], rates
+    return [(w, grad.contiguous(), *slots) for w, grad, *slots, _ in rows], rates
 
 
 def _rate(rate: Tensor, w: Tensor) -> Rates:
@@ -222,7 +224,7 @@ def _text(x: Tensor) -> str:
 
 
 def _plain(rows: Sequence[Row], late: list[tuple[Tensor, Tensor]]) -> list[Row]:
-    """The rows with complex seen as pairs of reals, everything contiguous, and no grad that is also written.
+    """The rows with complex seen as pairs of reals, variables contiguous, too, and no grad that is also written.
 
     A gradient can be the very storage of a variable: that of ``(a * b).sum()`` for ``a`` is ``b``.
     """
@@ -232,9 +234,7 @@ def _plain(rows: Sequence[Row], late: list[tuple[Tensor, Tensor]]) -> list[Row]:
         if row[0].is_complex():
             row = tuple(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in row)
         w, grad, *slots = row
-        if not grad.is_contiguous():
-            grad = grad.contiguous()
-        elif _storage(grad) in written:
+        if _storage(grad) in written:
             grad = grad.clone()
         plain.append((_staged(w, late), grad, *(_staged(slot, late) for slot in slots)))
     return plain
