@@ -57,10 +57,13 @@ def update(kernel: Callable[..., None]) -> Callable[..., None]:
     """
 
     def fused(rows: Sequence[Row], *, lr: float | None = None, **settings: object) -> None:
-        if lr is not None and _is_ready(rows):
-            kernel(*_columns(rows), lr, **settings)
-            return
-        groups, late = _prepared(rows, lr)
+        rows, rates = _rated(rows, lr)
+        late: list[tuple[Tensor, Tensor]] = []
+        if all([rate is rates[0] for rate in rates]) and _is_ready(rows):
+            groups: list[Group] = [(*_columns(rows), rates[0])]
+        else:
+            _check(rows)
+            groups = list(_groups(_plain(rows, late), rates))
         for ws, grads, slots, rate in groups:
             own = settings
             if isinstance(rate, tuple):
@@ -183,20 +186,20 @@ def _is_ready(rows: Sequence[Row]) -> bool:
     return all([_storage(row[1]) not in written for row in rows])
 
 
-def _prepared(rows: Sequence[Row], lr: float | None) -> tuple[list[Group], list[tuple[Tensor, Tensor]]]:
-    """Columns accepted by the fused kernels, with their rate, and tensors to copy back at the end."""
+def _rated(rows: Sequence[Row], lr: float | None) -> tuple[list[Row], list[Rates]]:
+    """The rows without their rates, grads contiguous, and the rate of each; rows that read one Variable have the same
+    object.
+    """
     if lr is not None:
-        rates: list[Rates] = [lr] * len(rows)
-    else:  # one tensor serves for many rows
-        known: dict[tuple[int, torch.device], Rates] = {}
-        for w, *_, rate in rows:
-            if (id(rate), w.device) not in known:
-                known[id(rate), w.device] = _rate(rate, w)
-        rates = [known[id(row[-1]), row[0].device] for row in rows]
-        rows = [row[:-1] for row in rows]
-    _check(rows)
-    late: list[tuple[Tensor, Tensor]] = []
-    return list(_groups(_plain(rows, late), rates)), late
+        return [(w, grad.contiguous(), *slots) for w, grad, *slots in rows], [lr] * len(rows)
+    known: dict[tuple[int, torch.device], Rates] = {}
+    rates = []
+    for w, *_, rate in rows:
+        key = rate.data_ptr(), w.device
+        if key not in known:
+            known[key] = _rate(rate, w)
+        rates.append(known[key])
+    return [(w, grad.contiguous(), *slots) for w, grad, *slots, _ in rows], rates
 
 
 def _rate(rate: Tensor, w: Tensor) -> Rates:
@@ -222,7 +225,7 @@ def _text(x: Tensor) -> str:
 
 
 def _plain(rows: Sequence[Row], late: list[tuple[Tensor, Tensor]]) -> list[Row]:
-    """The rows with complex seen as pairs of reals, everything contiguous, and no grad that is also written.
+    """The rows with complex seen as pairs of reals, variables contiguous, too, and no grad that is also written.
 
     A gradient can be the very storage of a variable: that of ``(a * b).sum()`` for ``a`` is ``b``.
     """
@@ -232,9 +235,7 @@ def _plain(rows: Sequence[Row], late: list[tuple[Tensor, Tensor]]) -> list[Row]:
         if row[0].is_complex():
             row = tuple(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in row)
         w, grad, *slots = row
-        if not grad.is_contiguous():
-            grad = grad.contiguous()
-        elif _storage(grad) in written:
+        if _storage(grad) in written:
             grad = grad.clone()
         plain.append((_staged(w, late), grad, *(_staged(slot, late) for slot in slots)))
     return plain
@@ -289,10 +290,8 @@ def adadelta(
     before the first write, and each piece of the variables uses them again.
     """
     *means, steps = slots
-    pieces = [(piece, [x.numel() for x in piece[0]]) for piece in _pieces([ws, grads, *means])]
-    scratch = ws[0].new_empty(3, max(sum(sizes) for _, sizes in pieces))
-    for (ws, grads, squares, sums), sizes in pieces:
-        roots, deltas, ready = ([*row[: sum(sizes)].split(sizes)] for row in scratch)
+    pieces = [*_pieces([ws, grads, *means])]
+    for (ws, grads, squares, sums), (roots, deltas, ready) in zip(pieces, _scratch(pieces, 3), strict=True):
         if maximize or weight_decay != 0:
             torch._foreach_copy_(ready, grads)
             grads = ready
@@ -303,8 +302,8 @@ def adadelta(
         torch._foreach_mul_(squares, rho)
         torch._foreach_addcmul_(squares, grads, grads, value=1 - rho)
         for column, made in ((squares, roots), (sums, deltas)):
-            for x, out in zip(column, made, strict=True):
-                torch.add(x, eps, out=out)
+            torch._foreach_copy_(made, column)
+            torch._foreach_add_(made, eps)
             torch._foreach_sqrt_(made)
         torch._foreach_div_(deltas, roots)
         torch._foreach_mul_(deltas, grads)
@@ -318,15 +317,28 @@ def adadelta(
     torch._foreach_add_(steps, 1)
 
 
+def _scratch(pieces: list[list[Column]], count: int) -> list[list[Column]]:
+    """So many columns of temporaries for each piece, like its first column; all pieces have the same memory."""
+    if len(pieces) == 1:
+        return [[[torch.empty_like(x) for x in pieces[0][0]] for _ in range(count)]]
+    sizes = [[x.numel() for x in piece[0]] for piece in pieces]
+    rows = pieces[0][0][0].new_empty(count, max(map(sum, sizes)))
+    return [[[*row[: sum(each)].split(each)] for row in rows] for each in sizes]
+
+
 def _pieces(columns: list[Column]) -> Iterator[list[Column]]:
-    """Split flat columns into pieces for one update after the other; on CPU a piece is short enough for the cache."""
-    length = max(1, sum(x.numel() for x in columns[0]))  # one launch for all
-    if columns[0][0].is_cpu:
-        length = PIECE * torch.get_num_threads()
-    piece: list[Row] = []
+    """Split columns into flat pieces for one update after the other; on CPU a piece is short enough for the cache.
+    What is one piece stays as it is.
+    """
+    length = PIECE * torch.get_num_threads()
+    if not columns[0][0].is_cpu or sum(x.numel() for x in columns[0]) <= length:
+        yield columns  # on a device one launch for all
+        return
+    piece: list[Sequence[Tensor]] = []
     total = 0
     for row in zip(*columns, strict=True):
-        for part in zip(*(x.view(-1).split(length) for x in row), strict=True):
+        flat = [x.view(-1) for x in row]
+        for part in zip(*(x.split(length) for x in flat), strict=True) if len(flat[0]) > length else [flat]:
             if piece and total + part[0].numel() > length:
                 yield [[*column] for column in zip(*piece, strict=True)]
                 piece, total = [], 0

@@ -1,50 +1,8 @@
-"""Whole training scripts in the structure of PyTorch's examples, plain and as notebooks with the fewest changed lines.
-
-Each script has a part that both forms share, the rest in plain PyTorch, and the rest as a notebook whose cells begin
-at ``# %%``. Both leave what is compared in ``model`` and ``log``. The data are drawn.
-"""
+"""Whole training scripts in the structure of PyTorch's examples, plain and as notebooks: digits to language models."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-
-IMPORTS = """
-import copy, io, math, random
-from argparse import Namespace
-import numpy as np
-import torch
-from torch import nn
-import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
-torch.manual_seed(1); random.seed(1); np.random.seed(1)
-log = []
-"""
-
-
-@dataclass(frozen=True)
-class Script:
-    """One script: ``shared`` lines, and the rest of the ``plain`` script and of the ``notebook``."""
-
-    shared: str
-    plain: str
-    notebook: str
-
-    @property
-    def changed(self) -> int:
-        """Lines of the notebook that the plain script does not have; lines that only moved do not count."""
-        return sum((_lines(self.notebook) - _lines(self.plain)).values())
-
-    @property
-    def cells(self) -> list[str]:
-        """The cells of the notebook."""
-        return [cell.strip("\n") for cell in f"{IMPORTS}{self.shared}\n{self.notebook}".split("# %%\n")]
-
-
-def _lines(text: str) -> Counter[str]:
-    """Lines without their indentation, as often as they occur."""
-    return Counter(line.strip() for line in text.splitlines() if line.strip() and line != "# %%")
-
+from tests.models.script import Script
 
 SCRIPTS: dict[str, Script] = {}
 
@@ -543,12 +501,13 @@ def select_action(state):
     return action.item()
 
 def finish_episode():
-    R, policy_loss, returns = 0, [], []
+    R, returns = 0, []
     for r in policy.rewards[::-1]:
         R = r + args.gamma * R
         returns.insert(0, R)
     returns = torch.tensor(returns)
     returns = (returns - returns.mean()) / (returns.std() + eps)
+    policy_loss = []
     for log_prob, R in zip(policy.saved_log_probs, returns):
         policy_loss.append(-log_prob * R)
     optimizer.zero_grad()
@@ -570,14 +529,11 @@ for i_episode in range(args.episodes):
     """
 # %%
 %%tfgraph episode
-state = tfnb.placeholder(torch.zeros(7, 4))
-action = tfnb.placeholder(torch.zeros(7, dtype=torch.int64))
-returns = tfnb.placeholder(torch.arange(7.0))
-probs = policy(state)
-m = torch.distributions.Categorical(probs)
-returns = (returns - returns.mean()) / (returns.std() + eps)
+samples = torch.zeros(7, 4), torch.zeros(7, dtype=torch.int64), torch.zeros(7)
+seen, taken, gains = map(tfnb.placeholder, samples)
+m = torch.distributions.Categorical(policy(seen))
 optimizer.zero_grad()
-policy_loss = (-m.log_prob(action) * returns).sum()
+policy_loss = (-m.log_prob(taken) * gains).sum()
 policy_loss.backward()
 step = optimizer.step()
 # %%
@@ -590,20 +546,23 @@ def select_action(state):
     return action.item()
 
 def finish_episode():
-    R, gains = 0, []
+    R, returns = 0, []
     for r in policy.rewards[::-1]:
         R = r + args.gamma * R
-        gains.insert(0, R)
-    seen, taken = map(torch.cat, zip(*policy.saved_log_probs))
-    _, value = tfnb.run([step, policy_loss], {state: seen, action: taken, returns: torch.tensor(gains)})
+        returns.insert(0, R)
+    returns = torch.tensor(returns)
+    returns = (returns - returns.mean()) / (returns.std() + eps)
+    states, actions = map(torch.cat, zip(*policy.saved_log_probs))
+    _, value = tfnb.run([step, policy_loss], {seen: states, taken: actions, gains: returns})
     log.append(value.item())
     del policy.rewards[:]
     del policy.saved_log_probs[:]
 
 for i_episode in range(args.episodes):
-    now, done = env.reset(), False
+    state, done = env.reset(), False
     while not done:
-        now, reward, done = env.step(select_action(now))
+        action = select_action(state)
+        state, reward, done = env.step(action)
         policy.rewards.append(reward)
     finish_episode()
 """,
@@ -635,12 +594,13 @@ def select_action(state):
     return action.item()
 
 def finish_episode():
-    R, policy_losses, value_losses, returns = 0, [], [], []
+    R, returns = 0, []
     for r in model.rewards[::-1]:
         R = r + args.gamma * R
         returns.insert(0, R)
     returns = torch.tensor(returns)
     returns = (returns - returns.mean()) / (returns.std() + eps)
+    policy_losses, value_losses = [], []
     for (log_prob, value), R in zip(model.saved_actions, returns):
         advantage = R - value.item()
         policy_losses.append(-log_prob * advantage)
@@ -664,17 +624,15 @@ for i_episode in range(args.episodes):
     """
 # %%
 %%tfgraph episode
-state = tfnb.placeholder(torch.zeros(7, 4))
-action = tfnb.placeholder(torch.zeros(7, dtype=torch.int64))
-returns = tfnb.placeholder(torch.arange(7.0))
-returns = (returns - returns.mean()) / (returns.std() + eps)
+samples = torch.zeros(7, 4), torch.zeros(7, dtype=torch.int64), torch.zeros(7)
+seen, taken, gains = map(tfnb.placeholder, samples)
 policy_losses, value_losses = [], []
-for s, a, R in zip(state, action, returns):
+for s, a, R in zip(seen, taken, gains):
     probs, value = model(s)
     m = torch.distributions.Categorical(probs)
     advantage = R - value.item()
     policy_losses.append(-m.log_prob(a) * advantage)
-    value_losses.append(F.smooth_l1_loss(value, R.unsqueeze(0)))
+    value_losses.append(F.smooth_l1_loss(value, torch.tensor([R])))
 optimizer.zero_grad()
 loss = torch.stack(policy_losses).sum() + torch.stack(value_losses).sum()
 loss.backward()
@@ -689,20 +647,23 @@ def select_action(state):
     return action.item()
 
 def finish_episode():
-    R, gains = 0, []
+    R, returns = 0, []
     for r in model.rewards[::-1]:
         R = r + args.gamma * R
-        gains.insert(0, R)
-    seen, taken = map(torch.stack, zip(*model.saved_actions))
-    _, value = tfnb.run([step, loss], {state: seen, action: taken, returns: torch.tensor(gains)})
+        returns.insert(0, R)
+    returns = torch.tensor(returns)
+    returns = (returns - returns.mean()) / (returns.std() + eps)
+    states, actions = map(torch.stack, zip(*model.saved_actions))
+    _, value = tfnb.run([step, loss], {seen: states, taken: actions, gains: returns})
     log.append(value.item())
     del model.rewards[:]
     del model.saved_actions[:]
 
 for i_episode in range(args.episodes):
-    now, done = env.reset(), False
+    state, done = env.reset(), False
     while not done:
-        now, reward, done = env.step(select_action(now))
+        action = select_action(state)
+        state, reward, done = env.step(action)
         model.rewards.append(reward)
     finish_episode()
 """,

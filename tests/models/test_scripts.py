@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,14 @@ import pytest
 import torch
 
 from tests.magics.conftest import Notebook, ipython, notebook
-from tests.models.scripts import IMPORTS, SCRIPTS
+from tests.models.further_scripts import FURTHER
+from tests.models.script import IMPORTS
+from tests.models.scripts import SCRIPTS
 
 __all__ = ["ipython", "notebook"]  # fixtures
-PAGE = Path(__file__).parents[2] / "notebooks" / "scripts.md"
+ALL = SCRIPTS | FURTHER
+ROOT = Path(__file__).parents[2]
+PAGE, TIMES = ROOT / "notebooks" / "scripts.md", ROOT / "tests" / "benchmarks" / "results" / "scripts.json"
 
 
 @pytest.fixture
@@ -31,9 +36,9 @@ def tensors(space: dict[str, Any]) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_script_trains_as_in_torch(notebook: Notebook, name: str) -> None:
-    script = SCRIPTS[name]
+    script = ALL[name]
     space: dict[str, Any] = {"__name__": "__main__"}
     exec(IMPORTS + script.shared + script.plain, space)
     with warnings.catch_warnings():
@@ -48,7 +53,7 @@ def test_a_script_trains_as_in_torch(notebook: Notebook, name: str) -> None:
         )
 
 
-def test_the_page_has_the_number_of_changed_lines() -> None:
-    page = PAGE.read_text()
-    for name, script in SCRIPTS.items():
-        assert f"| {name} | {script.changed} |" in page
+def test_the_page_has_the_changed_lines_and_the_measured_times() -> None:
+    page, rows = PAGE.read_text(), json.loads(TIMES.read_text())["rows"]
+    for name, script in ALL.items():
+        assert f"| {name} | {script.changed} | {rows[name]['processor time']:.2f} |" in page

@@ -424,8 +424,9 @@ TWO = [{"B": b, "T": t} for b, t in ((1, 7), (2, 1), (7, 2), (3, 3), (16, 32))]
 class _Language(nn.Module):
     """A small causal transformer: token and position embeddings, masks from the shape, tied output."""
 
-    def __init__(self) -> None:
+    def __init__(self, announced: bool | None = True) -> None:
         super().__init__()
+        self.announced = announced
         self.tokens, self.places = nn.Embedding(11, 8), nn.Embedding(64, 8)
         self.blocks = nn.TransformerEncoder(_encoder(), 2, enable_nested_tensor=False)
 
@@ -433,7 +434,18 @@ class _Language(nn.Module):
         steps = ids.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(steps, dtype=torch.float64)
         x = self.tokens(ids) + self.places(torch.arange(steps))
-        return F.linear(self.blocks(x, mask=mask, is_causal=True), self.tokens.weight)
+        return F.linear(self.blocks(x, mask=mask, is_causal=self.announced), self.tokens.weight)
+
+
+class _Everywhere(nn.Module):
+    """Layers whose mask lets each row attend to all rows: of one row it is the causal mask, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.TransformerEncoder(_encoder(), 2, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x, mask=x.new_zeros(x.shape[1], x.shape[1]))
 
 
 class _Padded(nn.Module):
@@ -462,6 +474,8 @@ BOTH: dict[str, tuple[Callable[[], Any], tuple[tuple[Any, ...], ...], dict[int, 
     "GRU": (lambda: _First(nn.GRU(4, 3, bidirectional=True)).double(), (("T", "B", 4),), {}),
     "RNN": (lambda: _First(nn.RNN(4, 3, batch_first=True)).double(), (("B", "T", 4),), {}),
     "language model": (lambda: _Language().double(), (("B", "T"),), {0: 11}),
+    "language model, which asks its mask": (lambda: _Language(None).double(), (("B", "T"),), {0: 11}),
+    "mask of zeros": (lambda: _Everywhere().double(), (("B", "T", 8),), {}),
     "attention": (lambda: _Attention().double(), (("B", "T", 8),), {}),
     "attention, time first": (lambda: _Attention(batch_first=False).double(), (("T", "B", 8),), {}),
     "padded attention": (lambda: _Padded().double(), (("B", "T", 8), ("B",)), {1: 7}),

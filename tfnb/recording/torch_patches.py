@@ -73,6 +73,16 @@ class Patch(NamedTuple):
             yield from ((owner, name) for owner in having)
 
 
+def _detect_causal(original: Original) -> Any:
+    def detect(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        varies = isinstance(mask, Tensor) and any(isinstance(length, torch.SymInt) for length in mask.shape)
+        if varies and is_causal is None and open_recording() is not None:
+            return False
+        return bool(original(mask, is_causal, size))
+
+    return detect
+
+
 def _new_parameter(original: Original) -> Any:
     def new(cls: object, data: object = None, requires_grad: bool = True) -> Any:
         rec = open_recording()
@@ -360,6 +370,9 @@ PATCHES = (
           "what checkpoint(use_reentrant=False) runs is computed again by the backward pass of a run"),
     Patch(_one(torch.distributions.Distribution), ("_validate_sample",), _validate_sample,
           "it asks of each size whether it is 1, also where both have the same one: a batch of one row were refused"),
+    Patch(_one(torch.nn.modules.transformer), ("_detect_is_causal_mask",), _detect_causal,
+          "it asks the values of a mask for a hint to kernels, which have the mask itself: where sizes vary, a run of "
+          "one row, whose mask of zeros is causal, were refused"),
     Patch(_one(torch.nn.Module), ("__delattr__",), _delete,
           "torch has no hook for what a module loses; a module that was there before is not changed by a recording"),
     Patch(_one(torch.nn.Module), ("load_state_dict",), _load,
