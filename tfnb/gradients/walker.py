@@ -121,7 +121,7 @@ def differentiate(
         stop |= {node.value() for node in nodes if LEAF in node.tags}
         walk = Walk(recorder, [v for group in targets for v in group], stop)
         walk.scope = scope
-        walk.hooks = {value: list(hooks.values()) for value, hooks in recorder.autograd.hooks.items()}
+        walk.hook()
         if rows:  # a hook takes a tensor
             tables = [v for x, v in zip(xs, targets, strict=True) if isinstance(x, Variable) and not x.hooks]
             walk.tables.update(v for group in tables for v in group if v not in walk.hooks)
@@ -203,6 +203,10 @@ class Walk:
             dys = [self._through(node, i) for i in range(len(node.outputs))]
             if any(dy is not None for dy in dys):
                 self._node(node, dys)
+
+    def hook(self) -> None:
+        """Call the hooks that the user registered for values on the way."""
+        self.hooks = {value: list(hooks.values()) for value, hooks in self.recorder.autograd.hooks.items()}
 
     def total(self, value: Value) -> torch.Tensor | IndexedSlices | None:
         """The sum of the partial cotangents of a value, made once."""
