@@ -27,6 +27,7 @@ class JoinedGradient:
     value: int | None
     present: int | None
 
+
 def changed_holders(recorder: Recorder, regions: Sequence[Region]) -> list[Any]:
     """The Variables and tensors of outside of which a region leaves another ``.grad`` than there was before."""
     holders = {id(holder): holder for region in regions for holder in region.gradients}

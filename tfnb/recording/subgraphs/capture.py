@@ -170,8 +170,8 @@ def _refuse_filling(recorder: Recording, before: Savepoint, what: str) -> None:
     if changed:
         names = ", ".join(holder.name for holder in changed[:_SHOWN] if hasattr(holder, "name"))
         raise Unsupported(
-            f"inside of {what} the .grad of {names or 'a tensor'} is filled or cleared, and what each iteration or call "
-            "leaves there is not carried on: use torch.autograd.grad there, and keep sums of gradients in tensors"
+            f"inside of {what} the .grad of {names or 'a tensor'} is filled or cleared, and what each iteration or "
+            "call leaves there is not carried on: use torch.autograd.grad there, and keep sums of gradients in tensors"
             f"{recorder.tape.at()}"
         )
 
@@ -227,7 +227,8 @@ def argument(recorder: Recording, given: Argument) -> Tensor:
 class Savepoint:
     """A point of a recording to return to, repeatedly: by `undo`, or by `cut`, which extracts the nodes recorded since.
 
-    It keeps the tape's state, gradients and hooks, and what recorded tensors look at. What a function does to Python's objects stays done.
+    It keeps the tape's state, the gradients, and what recorded tensors look at. What a function does to Python's
+    objects stays done.
     """
 
     def __init__(self, recorder: Recording) -> None:
