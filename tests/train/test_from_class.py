@@ -320,7 +320,7 @@ def test_a_step_that_the_graph_cannot_repeat_is_refused_by_name(kind: Any, text:
 
 def test_a_class_that_the_recording_itself_defines_is_refused() -> None:
     net, _ = made(Lion)
-    with pytest.raises(Unsupported, match="Late was defined in this recording.*define the class above"), tfnb.record():
+    with pytest.raises(Unsupported, match=r"Late was defined in this recording.*define the class above"), tfnb.record():
 
         class Late(Rule):
             def step(self) -> None: ...

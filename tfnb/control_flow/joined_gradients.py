@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.presence import chosen
+from tfnb.gradients.presence import Presence, chosen
 from tfnb.graph import Value
 from tfnb.graph.ops import GRADIENT
 from tfnb.recording import Recorder, Tensor
@@ -52,16 +52,16 @@ class JoinedGradients:
         self.parts = [self._part(holder) for holder in changed_holders(recorder, regions)]
 
     def _part(self, holder: Any) -> JoinedGradient:
-        then, other = (region.gradients.get(holder) for region in self.regions)
-        value = self._column(holder, then and then.value, other and other.value)
-        present = self._column(holder, then and then.present_value, other and other.present_value)
+        sides = then, other = [region.gradients.get(holder) for region in self.regions]
+        value = self._column(holder, [None if side is None else side.value for side in sides])
+        present = self._column(holder, [None if side is None else side.present_value for side in sides])
         return JoinedGradient(holder, then, other, value, present)
 
-    def _column(self, holder: Any, then: Value | None, other: Value | None) -> int | None:
-        """The place of an output that is absent where a branch has no value; None if both have none."""
-        if then is other is None:
+    def _column(self, holder: Any, values: Sequence[Value | None]) -> int | None:
+        """The place of an output, absent in a branch without a value; None if both have none."""
+        if all(value is None for value in values):
             return None
-        self.columns.append((then, other))
+        self.columns.append((values[0], values[1]))
         self.labels.append(_named(holder))
         return len(self.columns) - 1
 
@@ -71,7 +71,7 @@ class JoinedGradients:
         for part in self.parts:
             grad = None if part.value is None else results[part.value]
             told = None if part.present is None else results[part.present]
-            then, other = (side and (True if side.present is None else told) for side in (part.then, part.other))
+            then, other = (_presence(side, told) for side in (part.then, part.other))
             if grad is not None:
                 may_share(grad, self._outer(part), f"a branch leaves {_named(part.holder)} as it was")
             with torch.no_grad(), self.recorder.tagged(GRADIENT):
@@ -82,6 +82,13 @@ class JoinedGradients:
         tensors = [side.tensor for side in (part.then, part.other) if side is not None]
         bases = [tensor._family for tensor in tensors if isinstance(tensor, Tensor)]
         return [base for base in bases if base.entry.value.node in self.recorder.tape.by_id]
+
+
+def _presence(side: LeftGradient | None, told: Tensor | None) -> Presence:
+    """Whether a run has the gradient of a branch; ``told``: the recorded truth value of gradients that say so."""
+    if side is None:
+        return None
+    return True if side.present is None else told
 
 
 def _named(holder: Any) -> str:

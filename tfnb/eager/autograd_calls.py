@@ -114,7 +114,7 @@ def _freeze(state: AutogradState, tensor: torch.Tensor, requires_grad: bool = Tr
 
 
 def _read_grad(state: AutogradState, tensor: torch.Tensor) -> torch.Tensor | None:
-    """``.grad``. Where only some runs have it, a note tells the user's code, which may ask whether it is None."""
+    """``.grad``, with a note where a branch decides about the gradient: the user's code may ask whether it is None."""
     found = state.grad(tensor)
     if found is not None and state.present(state.holder(tensor)) is not None and not is_foreign(_caller()):
         state.recorder.note(
@@ -133,7 +133,7 @@ def _caller() -> str:
 
 
 def _hook_outside(state: AutogradState, tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-    """``register_hook`` of a Parameter is torch's own; in a branch it would stay for runs that do not go there."""
+    """``register_hook`` of a Parameter: torch's own, refused in branches, since a hook stays for all runs."""
     if state.recorder.inside:
         raise state.hooked_outside(getattr(state.holder(tensor), "name", "a Parameter"))
     return NotImplemented

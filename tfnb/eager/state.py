@@ -82,7 +82,7 @@ class AutogradState:
         return list(self._grads.keys())
 
     def changed_since(self, saved: SavedGradients) -> list[Holder]:
-        """The holders of which the gradient is another one than was saved."""
+        """The holders with another gradient than the saved one."""
         both = _union(saved.grads, self._grads)
         return [
             holder for holder in both

@@ -105,7 +105,7 @@ class FromClass(FromTorch):
                 self._counts[parameter] = {name for name, value in first.items() if value.is_number}
 
     def _rehearsed(self, shift: float, grad: float) -> list[dict[str, FirstValue]]:
-        """What one ``step`` begins the state of each Parameter with, and what is there already."""
+        """The first value of each entry of the state, by Parameter, from one ``step`` on plain copies."""
         copies: dict[torch.Tensor, torch.Tensor] = {}
         for parameter, _ in self._places():
             copies[parameter] = mine = torch.nn.Parameter(parameter.detach() + shift)
@@ -165,7 +165,7 @@ class FromClass(FromTorch):
             ]
             with sealed(recorder, self._refuse), _Numbers():
                 self._call(groups, state, autograph)
-        found = []
+        found: list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]] = []
         for mine, kept in zip(stands.values(), slots, strict=True):
             left = state[mine]
             more = [name for name, x in left.items() if name not in kept and isinstance(x, torch.Tensor)]
@@ -181,7 +181,7 @@ class FromClass(FromTorch):
         self, groups: list[dict[str, Any]], state: Mapping[torch.Tensor, Any],
         form: Callable[..., Callable[..., None]] = lambda step: step,
     ) -> None:  # fmt: skip
-        """Call the user's ``step`` on a copy of the optimizer; raises Unsupported for what it keeps elsewhere."""
+        """Call the user's ``step`` on a copy of the optimizer; raises Unsupported if other attributes change."""
         idle = object.__new__(type(self.optimizer))
         own = {name: value for name, value in self.optimizer.__dict__.items() if name not in ("param_groups", "state")}
         settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]

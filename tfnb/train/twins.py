@@ -1,4 +1,4 @@
-"""The twin of a torch optimizer: which one each class has, and ``step`` of classes of the user's own."""
+"""The twin of a torch optimizer by its class, and the recorded ``step`` of classes of the user's own."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ TWIN = "_tfnb_twin"  # attribute of the torch optimizer: state dicts, copies and
 def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
     """The graph's twin of a torch optimizer: every param group with its own hyperparameters, and the same state.
 
-    Of exactly the classes of torch.optim, but not LBFGS; one optimizer has one twin. State and the numbers of groups
-    (learning rate, betas, eps, momentum, weight decay ...) are the torch optimizer's, looked up at each run; what
-    changes the formula (``nesterov``, ``amsgrad``, a momentum or weight decay from or to 0) is that of the recording:
-    another one raises FailedPrecondition in a run. While a cluster is connected its servers hold the state:
-    ``state_dict()`` brings it home, and so does ``fit`` at its end. A number that changes there counts from the next
-    ``run`` or ``fit`` on.
+    Of the classes of torch.optim, but not LBFGS, and of classes with a ``step`` of their own; one optimizer has one
+    twin. State and the numbers of groups (learning rate, betas, eps, momentum, weight decay ...) are the torch
+    optimizer's, looked up at each run; what changes the formula (``nesterov``, ``amsgrad``, a momentum or weight decay
+    from or to 0) is that of the recording: another one raises FailedPrecondition in a run. While a cluster is connected
+    its servers hold the state: ``state_dict()`` brings it home, and so does ``fit`` at its end. A number that changes
+    there counts from the next ``run`` or ``fit`` on.
 
-    Raises Unsupported for another class, and for ``differentiable=True``.
+    A ``step`` of a class of your own is tensor code over ``param_groups`` and ``self.state[p]``, where all lies that
+    lives on from step to step. Its learning rate is read at each run; a run with other settings than the recording had
+    raises FailedPrecondition.
+
+    Raises Unsupported for another class, for ``differentiable=True``, and for a ``step`` that keeps state elsewhere.
 
     >>> layer = torch.nn.Linear(2, 1)
     >>> from_torch(torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9))
@@ -80,15 +84,22 @@ def record_own_steps(record: Callable[[torch.optim.Optimizer, Any], Any]) -> Non
 
 def _recorded(original: Any, record: Callable[[torch.optim.Optimizer, Any], Any]) -> Any:
     @wraps(original)
-    def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
+    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if current.recording() is None:
-            return original(self) if closure is None else original(self, closure)
+            return original(self, *args, **kwargs)
+        closure, *more = args or (kwargs.pop("closure", None),)
+        if more or kwargs:
+            raise Unsupported(
+                f"{type(self).__name__}.step() is recorded with its closure alone: keep other arguments in the "
+                f"optimizer or its groups{at_line()}"
+            )
         return record(self, closure)
 
     return step
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    for each in kind.__subclasses__():
+    kinds: list[type] = kind.__subclasses__()
+    for each in kinds:
         yield each
         yield from _subclasses(each)
