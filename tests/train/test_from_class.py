@@ -139,6 +139,19 @@ def in_a_branch(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
     return loss
 
 
+def a_gradient_below(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
+    opt.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    if k > 0:
+        opt.step()
+    opt.zero_grad()
+    later = (net(x) - 1).square().mean()
+    later.backward()
+    opt.step()
+    return later
+
+
 def batches() -> list[torch.Tensor]:
     torch.manual_seed(1)
     return [torch.randn(rows, 3, dtype=torch.float64) for rows in (4, 4, 6, 3)]
@@ -150,7 +163,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["here", "parts"])
-@pytest.mark.parametrize("function", [always, in_a_branch])
+@pytest.mark.parametrize("function", [always, in_a_branch, a_gradient_below])
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_take_the_steps_of_the_class(kind: Any, function: Any, where: str) -> None:
     (plain, optimizer), (net, recorded) = made(kind), made(kind)
@@ -327,6 +340,13 @@ def test_a_class_that_the_recording_itself_defines_is_refused() -> None:
 
         net(tfnb.placeholder(batches()[0])).sum().backward()
         Late(net.parameters()).step()
+
+
+def test_a_closure_is_refused_with_what_to_write() -> None:
+    net, optimizer = made(Lion)
+    with pytest.raises(Unsupported, match=r"Lion\.step\(\).*without arguments.*loss = closure\(\)"), tfnb.record():
+        loss = net(tfnb.placeholder(batches()[0])).sum()
+        optimizer.step(lambda: loss)
 
 
 def test_a_gradient_that_only_some_runs_have_is_refused() -> None:

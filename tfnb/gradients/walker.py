@@ -49,6 +49,7 @@ from tfnb.recording.values.workspace import Derivative
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 _ALIAS = "aten.alias.default"
+_GIVEN = frozenset({"tfnb.read", "tfnb.constant"})
 _STRAIGHT = frozenset({"no_grad", "in_place"})
 _LARGE = 1 << 20  # bytes; below, a dense gradient of some rows is not worth a word
 
@@ -475,7 +476,8 @@ def _behind_steps(nodes: Iterable[Node]) -> dict[Value, Node]:
     """
     found: dict[Value, Node] = {}
     for node in nodes:
-        is_left = "update" in node.tags or (node.op == _ALIAS and LEAF in node.tags)
+        is_computed = "update" in node.tags and node.op not in _GIVEN  # those stand outside of the branch of a step
+        is_left = is_computed or (node.op == _ALIAS and LEAF in node.tags)
         step = node if is_left else next((found[value] for value in ways(node) if value in found), None)
         if step is not None:
             found |= {node.value(i): step for i, spec in enumerate(node.outputs) if flows(spec.dtype)}

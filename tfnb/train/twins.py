@@ -87,13 +87,12 @@ def _recorded(original: Any, record: Callable[[torch.optim.Optimizer, Any], Any]
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if current.recording() is None:
             return original(self, *args, **kwargs)
-        closure, *more = args or (kwargs.pop("closure", None),)
-        if more or kwargs:
+        if any(value is not None for value in (*args, *kwargs.values())):
             raise Unsupported(
-                f"{type(self).__name__}.step() is recorded with its closure alone: keep other arguments in the "
-                f"optimizer or its groups{at_line()}"
+                f"{type(self).__name__}.step() of a class of your own is recorded without arguments: call a closure "
+                f"above, `loss = closure(); step = optimizer.step()`, and keep others in the groups{at_line()}"
             )
-        return record(self, closure)
+        return record(self, None)
 
     return step
 
