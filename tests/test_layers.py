@@ -64,7 +64,7 @@ FLOORS = {
         "fit_display fit_options outer_steps checkpoints shard_vectors minimization fit_loop background snapshots "
         "comparing"
     ),
-    "control_flow": "structure tensor_array branches loops frontend staging",
+    "control_flow": "structure tensor_array joined_gradients branches loops frontend staging",
 }
 
 # Imports inside functions: (file, module) and why.

@@ -17,7 +17,7 @@ import tfnb
 from tests.recording.test_cells import Notebook
 
 X = torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(4, 3)
-NAMES = {"torch": torch, "nn": nn}
+NAMES = {"torch": torch, "nn": nn, "tfnb": tfnb}
 
 STEP = "model(x).square().mean().backward()\nout = opt.step()"
 BEGIN = f"opt.zero_grad()\n{STEP}"
@@ -26,6 +26,7 @@ BY_HAND = (
     "model(x).square().mean().backward()\nwith torch.no_grad():\n    for p in model.parameters():\n"
     "        p -= 0.1 * p.grad\nout = tuple(model.parameters())"
 )
+BRANCH = "tfnb.cond(x.sum() > 10, stepped, lambda: None)\nout = tfnb.effects()"
 OTHER_LOSS = "out = model(x).mean()\nout.backward()"
 CRITIC = "(critic(model(x).detach()).mean() - critic(x[:, :2]).mean()).backward()\nout = of_critic.step()"
 MAKER = "(-critic(model(x)).mean()).backward()\nout = opt.step()"
@@ -40,6 +41,11 @@ DIFFERENT: dict[str, tuple[list[str], str]] = {
     "three cells": ([OTHER_LOSS, "out = x * 2", END], "the .grad that In[1] line 2 leaves"),
     "the sum is read": ([BEGIN, f"{OTHER_LOSS}\nout = model.weight.grad.clone()"], "the .grad that In[1] line 2"),
     "clipped": ([STEP.replace("out", "nn.utils.clip_grad_norm_(model.parameters(), 0.1)\nout")], "nothing in this"),
+    "cleared in a branch behind the step": (
+        ["def stepped():\n    opt.step()\n    opt.zero_grad()\n"
+         f"model(x).square().mean().backward()\n{BRANCH}"], "nothing in this block clears .grad"),
+    "cleared in a branch above backward": (
+        [f"tfnb.cond(x.sum() < 10, opt.zero_grad, lambda: None)\n{STEP}"], "nothing in this block clears .grad"),
     "a critic that its maker's loss reaches": (
         [f"{CRITIC}\nof_critic.zero_grad()", f"{MAKER}\nopt.zero_grad()"], "goes into the update at In[1] line 1"),
 }  # fmt: skip
@@ -71,6 +77,11 @@ SAME: dict[str, list[str]] = {
     "adversaries": [f"of_critic.zero_grad()\n{CRITIC}", f"opt.zero_grad()\n{MAKER}"],
     "adversaries that clear both": [
         f"{CRITIC}\nof_critic.zero_grad()", f"{MAKER}\nopt.zero_grad()\nof_critic.zero_grad()"],
+    "cleared, filled and taken in a branch": [
+        "def stepped():\n    opt.zero_grad()\n    model(x).square().mean().backward()\n    opt.step()\n" + BRANCH],
+    "cleared at the begin, and in a branch": [
+        "def stepped():\n    opt.step()\n    opt.zero_grad()\n"
+        f"opt.zero_grad()\nmodel(x).square().mean().backward()\n{BRANCH}"],
     "what nobody takes": [f"opt.zero_grad()\n{OTHER_LOSS}", BEGIN],
     "the gradient is read": [f"opt.zero_grad()\n{OTHER_LOSS}\nout = model.weight.grad.clone()", BEGIN],
     "two steps in turns": [f"{BEGIN}\nopt.zero_grad()\nmodel(x).mean().backward()\nout = [out, opt.step()]"],
@@ -96,7 +107,7 @@ def plain(cells: list[str], turns: int = 3) -> list[torch.Tensor]:
     for turn in range(turns):
         for cell in cells:
             names["x"] = X * (turn + 1)
-            exec(cell, names)
+            exec(cell.replace("tfnb.effects()", "None"), names)
     return ends(names, names["out"])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
+from tfnb.control_flow.joined_gradients import JoinedGradients
 from tfnb.control_flow.structure import flat, form_text, recorder_if_open, sample_truth, tensors, truth, written_at
 from tfnb.errors import InvalidArgument, ShapeError
 from tfnb.graph import Dim, Ref, Spec, Value, ops
@@ -117,7 +118,8 @@ def _side(
         plain = [leaf for leaf, step in zip(leaves, steps, strict=True) if step is False]
         return list(tensors(recorder, plain, "a branch of cond"))
 
-    return _Side(record_region(recorder, call, [], scope=scope, iterations=False, entered=entered), *kept)
+    region = record_region(recorder, call, [], scope=scope, iterations=False, entered=entered, fills=True)
+    return _Side(region, *kept)
 
 
 def _text(side: _Side) -> str:
@@ -135,12 +137,17 @@ def joined(
     An output that is None is absent in that branch. labels: what outputs are called in errors.
     """
     written = list(dict.fromkeys(base for region in regions for base in region.written))
-    outputs = [[*region.outputs, *(_left(base, region) for base in written)] for region in regions]
+    gradients, own = JoinedGradients(recorder, regions), len(regions[0].outputs)
+    columns = zip(*gradients.columns, strict=True) if gradients.columns else ((), ())
+    outputs = [
+        [*region.outputs, *more, *(_left(base, region) for base in written)]
+        for region, more in zip(regions, columns, strict=True)
+    ]
     for region, outs in zip(regions, outputs, strict=True):
         region.outputs = list(outs)
     captured = captures(recorder, regions)
     then, other = (subgraph(recorder, r, captured, outs) for r, outs in zip(regions, outputs, strict=True))
-    names = [*labels, *(f"a tensor that is written ({base.entry.value})" for base in written)]
+    names = [*labels, *gradients.labels, *(f"a tensor that is written ({base.entry.value})" for base in written)]
     sizes = _Sizes(recorder)
     specs = [
         _agreed(recorder, name, regions, pair, what, sizes if place < len(labels) else None)
@@ -154,7 +161,8 @@ def joined(
     found = append(recorder, ops.COND, [predicate._entry.value, *captured], attrs, specs)
     count = len(found) - len(written)
     write_back(recorder, written, found[count:], regions)
-    return found[:count]
+    gradients.join(predicate, found[own:count])
+    return found[:own]
 
 
 def _left(base: Base, region: Region) -> Value:

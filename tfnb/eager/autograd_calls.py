@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,9 +20,11 @@ from tfnb.eager.steps import recorded_steps
 from tfnb.errors import Unsupported
 from tfnb.graph import Node, current
 from tfnb.recording import Recorder, Tensor
+from tfnb.recording.marks.user_code import is_foreign
 from tfnb.recording.overrides.override_table import OVERRIDES, Stage, override
 from tfnb.recording.values.variables import known
 
+_PACKAGE = str(Path(__file__).parents[1])
 _ROWS = OVERRIDES[Stage.AUTOGRAD]
 
 
@@ -103,7 +108,35 @@ def _freeze(state: AutogradState, tensor: torch.Tensor, requires_grad: bool = Tr
     if var is not None:
         state.reread(var, thawed=requires_grad)
         state.recorder.python.sets_flag(var)
+    if flag(tensor) != requires_grad:
+        state.flagged.append(tensor)
     return tensor.requires_grad_(requires_grad)
+
+
+def _read_grad(state: AutogradState, tensor: torch.Tensor) -> torch.Tensor | None:
+    """``.grad``, with a note where a branch decides about the gradient: the user's code may ask whether it is None."""
+    found = state.grad(tensor)
+    if found is not None and state.present(state.holder(tensor)) is not None and not is_foreign(_caller()):
+        state.recorder.note(
+            "a branch decides whether there is a .grad: in runs where plain PyTorch has None it reads as zeros here, "
+            "and `is None` is answered as if it was there. In such runs an optimizer leaves the Parameter as it is"
+        )
+    return found
+
+
+def _caller() -> str:
+    """The file of the code that asks torch, outside of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_code.co_filename
+
+
+def _hook_outside(state: AutogradState, tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    """``register_hook`` of a Parameter: torch's own, refused in branches, since a hook stays for all runs."""
+    if state.recorder.inside:
+        raise state.hooked_outside(getattr(state.holder(tensor), "name", "a Parameter"))
+    return NotImplemented
 
 
 def _of_kind(recorded: Callable[..., Any], plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -117,7 +150,7 @@ def _of_kind(recorded: Callable[..., Any], plain: Callable[..., Any] | None = No
 
 
 _METHODS: Mapping[Any, Callable[..., Any]] = {
-    torch.Tensor.grad.__get__: AutogradState.grad,  # type: ignore[union-attr]
+    torch.Tensor.grad.__get__: _read_grad,  # type: ignore[union-attr]
     torch.Tensor.grad.__set__: AutogradState.set_grad,  # type: ignore[union-attr]
     torch.Tensor.grad.__delete__: AutogradState.set_grad,  # type: ignore[union-attr]
     torch.Tensor.requires_grad.__get__: _of_kind(AutogradState.requires_grad),  # type: ignore[attr-defined]
@@ -127,7 +160,7 @@ _METHODS: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.grad_fn.__get__: _of_kind(_grad_fn),  # type: ignore[attr-defined,union-attr]
     torch.Tensor.retain_grad: _of_kind(AutogradState.retain),
     torch.Tensor.retains_grad.__get__: _of_kind(AutogradState.is_retained),  # type: ignore[attr-defined]
-    torch.Tensor.register_hook: _of_kind(AutogradState.register_hook),
+    torch.Tensor.register_hook: _of_kind(AutogradState.register_hook, _hook_outside),
     torch.Tensor.register_post_accumulate_grad_hook: _of_kind(_after_accumulation),
 }
 _PASSES: Mapping[Any, Callable[..., Any]] = {

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from tfnb.gradients.presence import Presence, either
 from tfnb.gradients.walker import Walk
 from tfnb.graph import Value, Variable
 from tfnb.recording import Recorder, Tensor
+from tfnb.recording.subgraphs.capture import LeftGradient
 from tfnb.recording.values.tape import FROZEN
 from tfnb.recording.values.variables import known
 from tfnb.recording.writes.in_place_calls import rebind
@@ -25,15 +28,91 @@ from tfnb.recording.writes.in_place_calls import rebind
 Holder = torch.Tensor | Variable  # of a gradient
 
 
+@dataclass(frozen=True, slots=True)
+class SavedGradients:
+    """The gradients of a recording at one place, and their presence."""
+
+    grads: WeakIdKeyDictionary
+    present: WeakIdKeyDictionary
+    flagged: int  # how often requires_grad of a Parameter was changed
+
+
 class AutogradState:
     """The autograd state of the tensors of one recording, equivalent to torch's engine."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
+        self.flagged: list[torch.Tensor] = []  # Parameters of which requires_grad was changed, each time
         self.hooks: dict[Value, OrderedDict[int, Callable[..., Any]]] = {}
         self._grads = WeakIdKeyDictionary()  # Variable, recorded tensor or plain tensor -> its gradient
         self._retained = WeakIdKeyDictionary()
         self._present = WeakIdKeyDictionary()  # of gradients that only some runs have: a recorded truth value
+
+    # -- in regions: what one leaves, and what is there below -----------------------------------------------------
+
+    def saved(self) -> SavedGradients:
+        """A copy of the gradients, for `put_back`."""
+        return SavedGradients(copy(self._grads), copy(self._present), len(self.flagged))
+
+    def put_back(self, saved: SavedGradients) -> None:
+        """Restore the saved gradients. Hooks of values inside of a region stay: its gradient is recorded later."""
+        self._grads, self._present = copy(saved.grads), copy(saved.present)
+
+    def refuse_flags(self, saved: SavedGradients) -> None:
+        """Raise Unsupported where the region that ends here leaves a Parameter frozen or trained that was not.
+
+        It is as it was before, then: each change turned the mark over.
+        """
+        flagged = self.flagged[saved.flagged :]
+        turned = [t for t in {id(t): t for t in flagged}.values() if sum(t is each for each in flagged) % 2]
+        if not turned:
+            return
+        for tensor in turned:
+            _set_flag(tensor, not flag(tensor))
+        found = (known(tensor) for tensor in turned[:3])
+        names = ", ".join("a Parameter" if var is None else var.name for var in found)
+        raise Unsupported(
+            f"requires_grad of {names} is changed inside of a branch or loop, which a run may leave out: change it "
+            f"between runs, or leave a Parameter as it is in some runs by `p.grad = None` behind backward()"
+            f"{self.recorder.tape.at()}"
+        )
+
+    def holders(self) -> list[Holder]:
+        """The Variables and tensors that have a gradient."""
+        return list(self._grads.keys())
+
+    def changed_since(self, saved: SavedGradients) -> list[Holder]:
+        """The holders with another gradient than the saved one."""
+        both = _union(saved.grads, self._grads)
+        return [
+            holder for holder in both
+            if saved.grads.get(holder) is not self.held(holder) or saved.present.get(holder) is not self.present(holder)
+        ]  # fmt: skip
+
+    def left(self) -> dict[Holder, LeftGradient]:
+        """The gradients, as values of the region that ends here."""
+        return {holder: self._left(holder, grad) for holder, grad in self._grads.items()}
+
+    def _left(self, holder: Holder, grad: torch.Tensor) -> LeftGradient:
+        recorder, present = self.recorder, self.present(holder)
+        told = None if present is None else recorder._entry(present).value
+        return LeftGradient(grad, recorder._entry(recorder._as_tensor(grad)).value, present, told)
+
+    def differs(self, holder: Holder, left: LeftGradient | None) -> bool:
+        """Whether a region left another gradient than there was before."""
+        if left is None:
+            return self.held(holder) is not None
+        return left.tensor is not self.held(holder) or left.present is not self.present(holder)
+
+    def join(self, holder: Holder, grad: torch.Tensor | None, present: Presence) -> None:
+        """From here on the gradient is the one that either branch left."""
+        self._grads.pop(holder, None)
+        self._present.pop(holder, None)
+        if grad is not None:
+            self._grads[holder] = grad
+            self.recorder.carried.keep(holder)
+        if isinstance(present, torch.Tensor):
+            self._present[holder] = present
 
     # -- gradients and their holders ----------------------------------------------------------------------------
 
@@ -183,11 +262,23 @@ class AutogradState:
 
     def register_hook(self, tensor: Tensor, hook: Callable[..., Any]) -> RemovableHandle:
         """``hook`` is called with the gradient of this value by every backward pass recorded later."""
-        self._wanted(tensor, "a gradient hook")
+        inside = self.recorder.inside
+        if inside and tensor.value.node not in {node.id for node in self.recorder.new[inside[-1].at :]}:
+            raise self.hooked_outside(tensor.name)
+        if not inside:  # a value that a loop carries says nothing of its paths while the loop is recorded
+            self._wanted(tensor, "a gradient hook")
         hooks = self.hooks.setdefault(tensor.value, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
+
+    def hooked_outside(self, name: str) -> Unsupported:
+        """The error of a hook that only some runs would register."""
+        return Unsupported(
+            f"register_hook of {name} inside of a branch, loop or function of the graph in which it is not computed: "
+            "register it where the tensor is computed, with a hook that asks the tensor, as in "
+            f"`lambda g: torch.where(test, 2 * g, g)`{self.recorder.tape.at()}"
+        )
 
     def _wanted(self, tensor: Tensor, what: str) -> None:
         if not self.requires_grad(tensor):
@@ -195,6 +286,14 @@ class AutogradState:
                 f"{what} of {tensor.name}, which does not depend on anything that requires a gradient"
                 f"{self.recorder.tape.at()}"
             )
+
+
+def _union(*holders: WeakIdKeyDictionary) -> list[Holder]:
+    """Every holder once; Variables have a length, and tensors no truth, so nothing but identity compares them."""
+    found = WeakIdKeyDictionary()
+    for each in holders:
+        found.update(each)
+    return list(found.keys())
 
 
 def flag(tensor: torch.Tensor) -> bool:

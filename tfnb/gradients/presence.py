@@ -108,10 +108,7 @@ class _Paths:
 
     def _where(self, node: Node, then: Presence, other: Presence) -> Presence:
         """``then`` where the branch's predicate holds, else ``other``."""
-        if then is other:
-            return then
-        taken = self._predicate(node)
-        return either([_both(taken, then), _both(taken.logical_not(), other)])
+        return then if then is other else chosen(self._predicate(node), then, other)
 
     def _predicate(self, node: Node) -> torch.Tensor:
         if node.id not in self.known:
@@ -193,6 +190,11 @@ def either(found: Iterable[Presence]) -> Presence:
         if each is not None and each is not total:
             total = each if total is None else torch.logical_or(total, each)  # type: ignore[arg-type]  # both tensors
     return total
+
+
+def chosen(taken: torch.Tensor, then: Presence, other: Presence) -> Presence:
+    """``then`` where a recorded truth value holds, else ``other``."""
+    return then if then is other else either([_both(taken, then), _both(taken.logical_not(), other)])
 
 
 def _both(taken: torch.Tensor, presence: Presence) -> Presence:

@@ -49,6 +49,7 @@ from tfnb.recording.values.workspace import Derivative
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 _ALIAS = "aten.alias.default"
+_GIVEN = frozenset({"tfnb.read", "tfnb.constant"})
 _STRAIGHT = frozenset({"no_grad", "in_place"})
 _LARGE = 1 << 20  # bytes; below, a dense gradient of some rows is not worth a word
 
@@ -123,7 +124,7 @@ def differentiate(
         stop |= {node.value() for node in nodes if LEAF in node.tags}
         walk = Walk(recorder, [v for group in targets for v in group], stop)
         walk.scope = scope
-        walk.hooks = {value: list(hooks.values()) for value, hooks in recorder.autograd.hooks.items()}
+        walk.hook()
         if rows:  # a hook takes a tensor
             tables = [v for x, v in zip(xs, targets, strict=True) if isinstance(x, Variable) and not x.hooks]
             walk.tables.update(v for group in tables for v in group if v not in walk.hooks)
@@ -205,6 +206,10 @@ class Walk:
             dys = [self._through(node, i) for i in range(len(node.outputs))]
             if any(dy is not None for dy in dys):
                 self._node(node, dys)
+
+    def hook(self) -> None:
+        """Call the hooks that the user registered for values on the way."""
+        self.hooks = {value: list(hooks.values()) for value, hooks in self.recorder.autograd.hooks.items()}
 
     def total(self, value: Value) -> torch.Tensor | IndexedSlices | None:
         """The sum of the partial cotangents of a value, made once."""
@@ -472,13 +477,18 @@ def _behind_steps(nodes: Iterable[Node]) -> dict[Value, Node]:
     the step. Elsewhere a Parameter is read anew behind a step.
     """
     nodes = tuple(nodes)
-    steps = {node for node in nodes if "update" in node.tags or (node.op == _ALIAS and LEAF in node.tags)}
+    steps = {node for node in nodes if _leaves(node)}
     found: dict[Value, Node] = {}
     for node in nodes if steps else ():
         step = node if node in steps else next((found[value] for value in ways(node) if value in found), None)
         if step is not None:
             found |= {node.value(i): step for i, spec in enumerate(node.outputs) if flows(spec.dtype)}
     return found
+
+
+def _leaves(node: Node) -> bool:
+    """Whether a node gives what an optimizer's step leaves; values given to a branch stand outside of its step."""
+    return ("update" in node.tags and node.op not in _GIVEN) or (node.op == _ALIAS and LEAF in node.tags)
 
 
 def _behind_a_step(node: Node) -> Unsupported:

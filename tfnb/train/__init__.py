@@ -8,7 +8,6 @@
 
 from tfnb.train.averages import ExponentialMovingAverage
 from tfnb.train.callbacks import EarlyStopping, Progress
-from tfnb.train.from_torch import from_torch
 from tfnb.train.ftrl import Ftrl
 from tfnb.train.lbfgs import LBFGS
 from tfnb.train.modes import Downpour, LocalSGD, SyncReplicas
@@ -24,6 +23,7 @@ from tfnb.train.schedules import (
     polynomial_decay,
     warmup,
 )  # fmt: skip
+from tfnb.train.twins import from_torch
 from tfnb.train.update_rules import SGD, Adadelta, Adagrad, Adam, AdamW, LazyAdam, Momentum, Nesterov, RMSProp
 
 __all__ = [

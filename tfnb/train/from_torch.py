@@ -28,50 +28,7 @@ from tfnb.recording.values.variables import known
 from tfnb.train.optimizer import Optimizer, Pair, Rate, buffer_writes
 from tfnb.train.update_rules import OPTIMIZERS, UpdateRule, parts_of, settings_of
 
-_CLASSES = {getattr(torch.optim, name) for name in OPTIMIZERS}
-_TWIN = "_tfnb_twin"  # attribute of the torch optimizer: state dicts, copies and pickles leave it out
-
-
-def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
-    """The graph's twin of a torch optimizer: every param group with its own hyperparameters, and the same state.
-
-    Of exactly the classes of torch.optim, but not LBFGS; one optimizer has one twin. State and the numbers of groups
-    (learning rate, betas, eps, momentum, weight decay ...) are the torch optimizer's, looked up at each run; what
-    changes the formula (``nesterov``, ``amsgrad``, a momentum or weight decay from or to 0) is that of the recording:
-    another one raises FailedPrecondition in a run. While a cluster is connected its servers hold the state:
-    ``state_dict()`` brings it home, and so does ``fit`` at its end. A number that changes there counts from the next
-    ``run`` or ``fit`` on.
-
-    Raises Unsupported for another class, and for ``differentiable=True``.
-
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> from_torch(torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9))
-    from_torch(SGD: SGD(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False))
-    """
-    if type(optimizer) not in _CLASSES:
-        raise Unsupported(f"{_without_twin(type(optimizer))}{_at()}")
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise Unsupported(
-            f"{type(optimizer).__name__}(differentiable=True) has no twin in the graph: apply the update in torch calls"
-            f"{_at()}"
-        )
-    if _TWIN not in optimizer.__dict__:
-        setattr(optimizer, _TWIN, FromTorch(optimizer))
-    return getattr(optimizer, _TWIN)
-
-
-def _without_twin(kind: type) -> str:
-    name = f"{kind.__module__}.{kind.__qualname__} has no twin in the graph"
-    if kind is torch.optim.LBFGS:
-        return (
-            f"{name}: it calls its closure as often as the values tell, each time at other parameters; step it between "
-            "runs, with a closure that runs the loss and its gradients"
-        )
-    names = ", ".join(OPTIMIZERS)
-    return (
-        f"{name}: only {names} of torch.optim themselves, not their subclasses, have one; write its rule as a "
-        "tfnb.train.Optimizer"
-    )
+CLASSES = {getattr(torch.optim, name) for name in OPTIMIZERS}
 
 
 class _GroupMember(NamedTuple):
@@ -219,7 +176,7 @@ class FromTorch(Optimizer):
         for parameter, number in self._places():
             if known(parameter) is owner:
                 return parameter, self._group_rule(number)
-        raise FailedPrecondition(f"{owner.name} is no parameter of this {self._label}: add_param_group it{_at()}")
+        raise FailedPrecondition(f"{owner.name} is no parameter of this {self._label}: add_param_group it{at_line()}")
 
     def _group_rule(self, number: int) -> UpdateRule:
         group = self.optimizer.param_groups[number]
@@ -337,6 +294,6 @@ def _plain(number: Any) -> torch.Tensor:
         return torch.tensor([*map(float, number)] if isinstance(number, list) else float(number), dtype=torch.float64)
 
 
-def _at() -> str:
+def at_line() -> str:
     recording = current.recording()
     return recording.tape.at() if isinstance(recording, Recorder) else ""

@@ -203,10 +203,10 @@ class _Bodies(_KeepsPosition, control_flow.ControlFlowTransformer):
     def _create_state_functions(self, block_vars: object, nonlocals: object, getter: object, setter: object) -> Any:
         made = super()._create_state_functions(block_vars, nonlocals, getter, setter)
         taken = {str(name) for name in self.state[control_flow._Function].scope.globals}
-        if taken and block_vars:
+        if block_vars:
             (result,) = (node for node in made[0].body if isinstance(node, ast.Return))
             result.value.elts = [  # type: ignore[union-attr]  # a tuple, as malt makes it
-                _loaded(each) if _named(each) in taken else each
+                _loaded(each) if _named(each) in taken else _carried(each)
                 for each in result.value.elts  # type: ignore[union-attr]
             ]
         return made
@@ -214,6 +214,16 @@ class _Bodies(_KeepsPosition, control_flow.ControlFlowTransformer):
 
 def _named(node: object) -> str:
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _carried(node: Any) -> Any:
+    """The read of a carried attribute, by itself or in malt's ``ag__.ldu(lambda: owner.name, text)``."""
+    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Lambda):
+        node.args[0].body = _carried(node.args[0].body)
+    if not isinstance(node, ast.Attribute):
+        return node
+    text = ast.Constant(node.attr)
+    return templates.replace_as_expression("ag__.attribute(owner, text).carried", owner=node.value, text=text)
 
 
 def _loaded(node: ast.Name) -> Any:

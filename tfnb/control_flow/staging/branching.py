@@ -188,7 +188,7 @@ def _branch(
         st.refuse_attributes()
         return tensors
 
-    region = record_region(recorder, call, [], scope=scope, iterations=False, entered=entered)
+    region = record_region(recorder, call, [], scope=scope, iterations=False, entered=entered, fills=True)
     st.set(before)
     values, outputs, bases = found
     return After(region, values, {at: region.outputs[place] for at, place in outputs.items()}, bases)

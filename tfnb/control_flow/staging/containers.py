@@ -28,6 +28,9 @@ CHANGES = frozenset({
 })  # fmt: skip
 
 
+_OF_AUTOGRAD = frozenset({"grad", "requires_grad"})  # attributes of tensors that `tfnb.eager` follows
+
+
 def made(container: object) -> Any:
     """A list, dict or set that was just written down."""
     if status.depth:
@@ -50,7 +53,9 @@ def changed(owner: object, name: str | None = None) -> Any:
 
 
 def is_followed(owner: object, name: str) -> bool:
-    """Whether an attribute is a module's buffer, whose rebinding the recording itself follows."""
+    """Whether the recording itself follows what an attribute is set to: of a tensor, or a module's buffer."""
+    if name in _OF_AUTOGRAD and isinstance(owner, torch.Tensor):
+        return True
     recording = open_recording()
     return recording is not None and bool(recording.buffers.follows(owner, name))
 
@@ -67,9 +72,14 @@ class attribute:
         self.owner, self.name = owner, name
 
     @property
+    def carried(self) -> Any:
+        """The attribute's value; `MISSING` where nothing has to be carried. Raises AttributeError if it has none."""
+        return MISSING if is_followed(self.owner, self.name) else getattr(self.owner, self.name)
+
+    @property
     def value(self) -> Any:
-        """The attribute's value; `MISSING` where there is none, or where nothing has to be carried."""
-        return MISSING if is_followed(self.owner, self.name) else getattr(self.owner, self.name, MISSING)
+        """The value of an attribute that is carried; `MISSING` where there is none."""
+        return getattr(self.owner, self.name, MISSING)
 
     @value.setter
     def value(self, new: object) -> None:

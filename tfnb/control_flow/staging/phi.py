@@ -17,6 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from tfnb.control_flow.branches import joined, spec_inside
 from tfnb.control_flow.frontend.cannot_stage import CannotStage
+from tfnb.control_flow.joined_gradients import changed_holders
 from tfnb.control_flow.staging.alias_analysis import Bases, reason_of
 from tfnb.control_flow.staging.statement import (
     NUMBERS,
@@ -81,7 +82,7 @@ class Phi:
             self.sides[side].region.outputs = [column[place] for column in self.columns]
         what = f"{st.place}: `{st.what}`"
         regions = (self.sides[True].region, self.sides[False].region)
-        if any(r.nodes or r.written for r in regions) or self.columns:
+        if any(r.nodes or r.written for r in regions) or self.columns or changed_holders(st.recorder, regions):
             results = joined(st.recorder, self.predicate, regions, self.labels, what)
         else:
             results = []

@@ -91,6 +91,7 @@ class ForwardPart:
         walk = Walk(self.recorder, self.targets())
         walk.tables.update(self.part.inputs[i] for i in tables if self.active[i])
         walk.tensors.update(self.known)
+        walk.hook()
         before, self.recorder.lazy = self.recorder.lazy, True  # values inside have no samples
         try:
             pairs = zip(self.part.outputs, dys, strict=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +134,20 @@ class CarriedGradients:
                 "updates it, by momentum and weight decay also where the loss does not reach it. Each run begins with "
                 "every .grad None, and leaves it as it is there: call opt.zero_grad() without set_to_none=False"
             )
+
+    def saved(self) -> WeakIdKeyDictionary:
+        """The Parameters that the block has cleared, for `put_back`."""
+        return copy(self._clear)
+
+    def put_back(self, saved: WeakIdKeyDictionary) -> None:
+        """At the end of a branch: what it cleared is cleared in some runs only."""
+        self._clear = copy(saved)
+
+    def keep(self, holder: torch.Tensor | Variable) -> None:
+        """A branch may have cleared a ``.grad``, and some runs still have it."""
+        found = self._gradient(holder)
+        if found is not None:
+            found.cleared = None
 
     def _gradient(self, holder: object) -> _Gradient | None:
         return self._found.get(holder) if isinstance(holder, Variable) else None

@@ -19,7 +19,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.errors import InvalidArgument, TfnbError
+from tfnb.errors import InvalidArgument, TfnbError, Unsupported
 from tfnb.graph import Contents, Dim, Guard, Node, Ref, Spec, Subgraph, Value, Variable
 from tfnb.graph.contents import Names
 from tfnb.graph.graph import new_id
@@ -37,6 +37,7 @@ from tfnb.recording.writes.buffer_assignments import Rebound
 
 Function = Callable[..., Sequence[Any]]  # of recorded tensors, to tensors
 Result = TypeVar("Result")
+_SHOWN = 3  # names in a message
 AGAIN = "again"  # tag of a forward node's copy that gives more
 
 
@@ -61,6 +62,31 @@ class Inner:
     same: dict[Value, Value]
 
 
+@dataclass(frozen=True, slots=True)
+class LeftGradient:
+    """A ``.grad`` at the end of a region: its tensor and value, and the presence, which may be a value, too.
+
+    present: whether a run that goes there has the gradient; see `tfnb.gradients.presence`.
+    """
+
+    tensor: torch.Tensor
+    value: Value
+    present: Any
+    present_value: Value | None
+
+    def resolved(self, same: Mapping[Value, Value]) -> LeftGradient:
+        """The gradient with its values replaced as in the nodes of the region."""
+        told = self.present_value
+        return replace(
+            self, value=same.get(self.value, self.value), present_value=None if told is None else same.get(told, told)
+        )
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """Its values."""
+        return (self.value,) if self.present_value is None else (self.value, self.present_value)
+
+
 @dataclass(slots=True)
 class Region:
     """One recorded call of a function: its nodes, the placeholders of its arguments, and its results."""
@@ -74,6 +100,7 @@ class Region:
     stepped: set[Variable]  # those that an optimizer's step wrote
     buffers: set[Variable]  # those of which the write belongs to the step of a loss
     rebound: dict[Base, Rebound]  # those of `written` of which modules hold another tensor from here on
+    gradients: dict[Any, LeftGradient]  # by holder: the ``.grad`` of each at the end
     undo: Callable[[], None]  # as if the call had not been; only while nothing else was recorded since
 
     @property
@@ -85,6 +112,7 @@ class Region:
 def record_region(
     recorder: Recording, function: Function, given: Sequence[Argument], *, scope: str, iterations: bool,
     held: Sequence[Base] = (), inner: Inner | None = None, entered: bool = True, more: Sequence[Tensor] = (),
+    fills: bool = False,
 ) -> Region:  # fmt: skip
     """Record a call of ``function`` as a region.
 
@@ -92,7 +120,8 @@ def record_region(
     time is then left outside. held: tensors and variables of outside that mean the last of ``given`` inside; what they
     mean at the end are the last outputs. inner: of a subgraph that is differentiated. entered: whether the samples get
     there; an op that fails on those that do not has a shape and no sample. more: further arguments, which the
-    function asks for while it is recorded.
+    function asks for while it is recorded. fills: the caller joins the gradients that the region leaves in ``.grad``;
+    else a region that changes one is refused.
     """
     while True:
         before = Savepoint(recorder)
@@ -117,6 +146,10 @@ def record_region(
                 before.release()
                 outputs += [base.entry.value for base in held]
                 inputs += tuple(tensor._entry.value for tensor in more)
+                recorder.autograd.refuse_flags(before.autograd)
+                if not fills:
+                    _refuse_filling(recorder, before, "a loop" if iterations else "a function of the graph")
+                gradients = recorder.autograd.left() if fills else {}
         except BaseException:
             before.undo()
             raise
@@ -124,10 +157,23 @@ def record_region(
             recorder.inside.pop()
         late = before.met_and_written()
         if not late:
-            return before.cut(inputs, outputs, iterations=iterations, inner=inner or Inner(set(), {}))
+            inner = inner or Inner(set(), {})
+            return before.cut(inputs, outputs, gradients, iterations=iterations, inner=inner)
         before.undo()
         for meet in late:
             meet()
+
+
+def _refuse_filling(recorder: Recording, before: Savepoint, what: str) -> None:
+    """Raise Unsupported where a region that cannot leave gradients changed a ``.grad``."""
+    changed = recorder.autograd.changed_since(before.autograd)
+    if changed:
+        names = ", ".join(holder.name for holder in changed[:_SHOWN] if hasattr(holder, "name"))
+        raise Unsupported(
+            f"inside of {what} the .grad of {names or 'a tensor'} is filled or cleared, and what each iteration or "
+            "call leaves there is not carried on: use torch.autograd.grad there, and keep sums of gradients in tensors"
+            f"{recorder.tape.at()}"
+        )
 
 
 class Retry(BaseException):  # the user's `except Exception` is not meant
@@ -181,12 +227,14 @@ def argument(recorder: Recording, given: Argument) -> Tensor:
 class Savepoint:
     """A point of a recording to return to, repeatedly: by `undo`, or by `cut`, which extracts the nodes recorded since.
 
-    It keeps the tape's state and what recorded tensors look at. What a function does to Python's objects stays done.
+    It keeps the tape's state, the gradients, and what recorded tensors look at. What a function does to Python's
+    objects stays done.
     """
 
     def __init__(self, recorder: Recording) -> None:
         self.recorder = recorder
         self.state = recorder.tape.saved()
+        self.autograd, self.carried = recorder.autograd.saved(), recorder.carried.saved()
         self.at = len(recorder.new)
         self.live = list(recorder.live)
         bases = [*(tensor._family for tensor in self.live), *recorder.tape.reads.values()]
@@ -207,6 +255,7 @@ class Savepoint:
         bindings = self.recorder.tape.bindings
         gone = self.recorder.tape.put_back(self.state)
         self.recorder.buffers.put_back(bindings, self.state)
+        self._put_back_gradients()
         self._restore({node.id for node in gone})
         self.recorder.space.release(gone)
 
@@ -222,7 +271,10 @@ class Savepoint:
                 late.append(partial(recorder.handle, tensor))
         return late
 
-    def cut(self, inputs: tuple[Value, ...], outputs: list[Value], *, iterations: bool, inner: Inner) -> Region:
+    def cut(
+        self, inputs: tuple[Value, ...], outputs: list[Value], gradients: Mapping[Any, LeftGradient], *,
+        iterations: bool, inner: Inner,
+    ) -> Region:  # fmt: skip
         """The region, out of the tape."""
         recorder = self.recorder
         written = {base: base.entry.value for base, version in self.versions.items() if base.version != version}
@@ -230,15 +282,24 @@ class Savepoint:
         inside, same, moved = _parted(recorder, made, {v.node for v in inputs}, iterations=iterations, inner=inner)
         resolved = [same.get(v, v) for v in outputs]
         final = {base: same.get(v, v) for base, v in written.items()}
-        nodes = _needed(recorder, inside, [*resolved, *final.values()])
+        left = {holder: each.resolved(same) for holder, each in gradients.items()}
+        values = [value for each in left.values() for value in each.values]
+        nodes = _needed(recorder, inside, [*resolved, *final.values(), *values])
         guards = self._inner_guards()
         gone = {node.id for node in made if node.id not in recorder.tape.by_id}
+        self._put_back_gradients()
         self._restore(gone)
         recorder.space.release(node for node in made if node.id in gone)
         assigned = [node for node in made if node.op == "tfnb.assign"]
         kinds = {"step", LEAF}, {"buffer"}  # LEAF: of the writes behind branches inside
         steps, buffers = ({n.attrs["variable"] for n in assigned if n.tags & kind} for kind in kinds)
-        return Region(nodes, inputs, list(resolved), final, guards, moved, steps, buffers, self.rebound, self.undo)
+        return Region(
+            nodes, inputs, list(resolved), final, guards, moved, steps, buffers, self.rebound, left, self.undo
+        )  # fmt: skip
+
+    def _put_back_gradients(self) -> None:
+        self.recorder.autograd.put_back(self.autograd)
+        self.recorder.carried.put_back(self.carried)
 
     def _inner_guards(self) -> list[Guard]:
         """Relations between sizes that exist inside only."""

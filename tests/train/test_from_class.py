@@ -1,0 +1,362 @@
+"""Optimizers whose class the user wrote: their own ``step`` in a graph, equal to plain PyTorch over several runs."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tfnb
+from tfnb.errors import FailedPrecondition, InvalidArgument, Unsupported
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 0.01, betas: Any = (0.9, 0.99), weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if len(state) == 0:
+                    state["exp_avg"] = torch.zeros_like(p)
+                average, (first, second) = state["exp_avg"], group["betas"]
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                update = average.clone().mul_(first).add(p.grad, alpha=1 - first).sign_()
+                p.add_(update, alpha=-group["lr"])
+                average.mul_(second).add_(p.grad, alpha=1 - second)
+
+
+class Counting(torch.optim.Optimizer):
+    """Adam by hand, whose count is a number of Python."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "beta": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, square=torch.zeros_like(p))
+                state["step"] += 1
+                state["square"].mul_(group["beta"]).addcmul_(p.grad, p.grad, value=1 - group["beta"])
+                correction = 1 - group["beta"] ** state["step"]
+                denominator = (state["square"] / correction).sqrt().add_(1e-8)
+                p.addcdiv_(p.grad, denominator, value=-group["lr"] / correction)
+
+
+class SignMomentum(torch.optim.Optimizer):
+    """Written as before there was `torch.no_grad`: by ``.data``, in groups that differ."""
+
+    def __init__(self, params: Any, lr: float = 0.01, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                d, state = p.grad.data, self.state[p]
+                if "buffer" not in state:
+                    buffer = state["buffer"] = torch.zeros_like(p.data)
+                else:
+                    buffer = state["buffer"]
+                buffer.mul_(group["momentum"]).add_(d)
+                p.data.add_(buffer.sign(), alpha=-group["lr"])
+        return loss
+
+
+class Trust(torch.optim.Optimizer):
+    """Layer-wise rates, and one norm of all gradients."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "decay": 0.01, "eps": 1e-8})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            total = torch.stack([p.grad.norm() for p in group["params"] if p.grad is not None]).norm()
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                size, slope = p.norm(), p.grad.norm()
+                trust = size / (slope + group["decay"] * size + group["eps"])
+                trust = torch.where((size > 0) & (slope > 0), trust, 1.0)
+                p -= group["lr"] * trust * p.grad.add(p, alpha=group["decay"]) / (1 + total)
+
+
+class Lists(torch.optim.Optimizer):
+    """By functions of lists of tensors."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            torch._foreach_add_(params, [p.grad for p in params], alpha=-group["lr"])
+
+
+KINDS = [Lion, Counting, SignMomentum, Trust, Lists]
+
+
+def made(kind: Any, **settings: Any) -> tuple[Any, Any]:
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    if kind is SignMomentum:
+        groups = [{"params": net[0].parameters(), "lr": 0.03}, {"params": net[2].parameters(), "momentum": 0.5}]
+        return net, kind(groups, **settings)
+    return net, kind(net.parameters(), **settings)
+
+
+def always(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
+    opt.zero_grad()
+    loss = (net(x) - k).square().mean()
+    loss.backward()
+    opt.step()
+    return loss
+
+
+def in_a_branch(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
+    opt.zero_grad()
+    loss = net(x).square().mean() / k
+    if torch.isfinite(loss):
+        loss.backward()
+        opt.step()
+    return loss
+
+
+def a_gradient_below(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
+    opt.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    if k > 0:
+        opt.step()
+    opt.zero_grad()
+    later = (net(x) - 1).square().mean()
+    later.backward()
+    opt.step()
+    return later
+
+
+def batches() -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(rows, 3, dtype=torch.float64) for rows in (4, 4, 6, 3)]
+
+
+def assert_same(a: Any, b: Any) -> None:
+    for mine, other in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("where", ["here", "parts"])
+@pytest.mark.parametrize("function", [always, in_a_branch, a_gradient_below])
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_take_the_steps_of_the_class(kind: Any, function: Any, where: str) -> None:
+    (plain, optimizer), (net, recorded) = made(kind), made(kind)
+    numbers = [torch.tensor(number, dtype=torch.float64) for number in (0.0, 1.0, 0.0, 2.0)]
+    rows = batches()
+    with tfnb.record() as graph:
+        x, k = tfnb.placeholder(rows[0]), tfnb.placeholder(numbers[0])
+        loss = tfnb.autograph(function)(net, recorded, x, k)
+        everything = tfnb.effects()
+    session = tfnb.Session(graph, executor="parts") if where == "parts" else tfnb.Session(graph)
+    for batch, number in zip(rows, numbers, strict=True):
+        want = function(plain, optimizer, batch, number)
+        got, _ = session.run([loss, everything], {x: batch, k: number})
+        torch.testing.assert_close(got, want.detach(), rtol=1e-10, atol=1e-12, equal_nan=True)
+        assert_same(net, plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_is_the_optimizers_own_and_rates_are_read_at_each_run(kind: Any) -> None:
+    (plain, optimizer), (net, recorded) = made(kind), made(kind)
+    rows = batches()
+    for each, opt in ((plain, optimizer), (net, recorded)):  # a step before the recording
+        always(each, opt, rows[1], torch.tensor(0.5))
+        opt.zero_grad()
+    schedules = [torch.optim.lr_scheduler.StepLR(opt, 1, 0.5) for opt in (optimizer, recorded)]
+    with tfnb.record():
+        x, k = tfnb.placeholder(rows[0]), tfnb.placeholder(torch.tensor(1.0, dtype=torch.float64))
+        loss = (net(x) - k).square().mean()
+        loss.backward()
+        step = recorded.step()
+    for batch in rows:
+        always(plain, optimizer, batch, torch.tensor(1.0))
+        tfnb.run(step, {x: batch, k: 1.0})
+        assert_same(net, plain)
+        for schedule in schedules:
+            schedule.step()
+    found, wanted = recorded.state_dict()["state"], optimizer.state_dict()["state"]
+    assert found.keys() == wanted.keys()
+    for place in wanted:
+        for name, value in wanted[place].items():
+            torch.testing.assert_close(torch.as_tensor(found[place][name]).double(), torch.as_tensor(value).double())
+    saved = copy.deepcopy(recorded.state_dict())
+    tfnb.run(step, {x: rows[0], k: 1.0})
+    recorded.load_state_dict(saved)
+    always(plain, optimizer, rows[0], torch.tensor(1.0))
+    plain.load_state_dict(net.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    tfnb.run(step, {x: rows[2], k: 1.0})
+    always(plain, optimizer, rows[2], torch.tensor(1.0))
+    assert_same(net, plain)
+
+
+def test_fit_and_minimize_take_the_steps_of_the_class() -> None:
+    (plain, optimizer), (net, recorded) = made(Lion), made(Lion)
+    data = torch.cat(batches())[:16]
+    with tfnb.record():
+        x = tfnb.placeholder(data[:4])
+        step = tfnb.train.from_torch(recorded).minimize((net(x) - 1).square().mean())
+    tfnb.fit(step, {x: data}, epochs=2, batch_size=4, shuffle=False)
+    for _ in range(2):
+        for batch in data.split(4):
+            always(plain, optimizer, batch, torch.tensor(1.0))
+    assert_same(net, plain)
+
+
+def test_recording_alone_changes_neither_state_nor_random_numbers() -> None:
+    net, optimizer = made(Counting)
+    before, random = copy.deepcopy(net.state_dict()), torch.get_rng_state()
+    with tfnb.record():
+        net(tfnb.placeholder(batches()[0])).sum().backward()
+        step = optimizer.step()
+    assert isinstance(step, tfnb.Operation)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not optimizer.state
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_another_setting_than_the_recording_had_is_refused_in_a_run() -> None:
+    net, optimizer = made(Lion)
+    with tfnb.record():
+        x = tfnb.placeholder(batches()[0])
+        net(x).sum().backward()
+        step = optimizer.step()
+    tfnb.run(step, {x: batches()[1]})
+    optimizer.param_groups[0]["weight_decay"] = 0.2
+    with pytest.raises(FailedPrecondition, match=r"Lion: weight_decay was 0\.1, and is 0\.2 now \(group 0\)"):
+        tfnb.run(step, {x: batches()[1]})
+
+
+# -- what stays refused ---------------------------------------------------------------------------------------------
+
+
+class Rule(torch.optim.Optimizer):
+    """Its subclasses say what happens to one Parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+        self.count = 0
+
+    def rule(self, p: Any, group: Any) -> None: ...
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.rule(p, group)
+
+
+class BeginsWithGradient(Rule):
+    def rule(self, p: Any, group: Any) -> None:
+        if "buffer" not in self.state[p]:
+            self.state[p]["buffer"] = p.grad.clone()
+        p.add_(self.state[p]["buffer"], alpha=-group["lr"])
+
+
+class BeginsWithParameter(Rule):
+    def rule(self, p: Any, group: Any) -> None:
+        self.state[p].setdefault("slow", p.clone())
+        p.add_(p.grad, alpha=-group["lr"])
+
+
+class CountsInItself(Rule):
+    def rule(self, p: Any, group: Any) -> None:
+        self.count += 1
+        p.add_(p.grad, alpha=-group["lr"] / self.count)
+
+
+class CountsInGroup(Rule):
+    def rule(self, p: Any, group: Any) -> None:
+        group["count"] += 1
+        p.add_(p.grad, alpha=-group["lr"] / group["count"])
+
+
+class TakesANumber(Rule):
+    def rule(self, p: Any, group: Any) -> None:
+        p.add_(p.grad, alpha=-group["lr"] / math.sqrt(p.grad.norm()))
+
+
+class Wraps(Rule):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.base = torch.optim.SGD(self.param_groups[0]["params"], 0.1)
+
+    def rule(self, p: Any, group: Any) -> None:
+        self.base.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (BeginsWithGradient, r"begins state\['buffer'\] with a value of the Parameter, its gradient or a random draw"),
+        (BeginsWithParameter, r"begins state\['slow'\] with a value of the Parameter"),
+        (CountsInItself, "changes its attribute count, which would be a constant of the graph"),
+        (CountsInGroup, r"changes param_groups\[\.\.\.\]\['count'\]"),
+        (TakesANumber, r"takes a value as a Python number by (item|float)\(\)"),
+        (Wraps, r"SGD\.step\(\) is called within the step\(\) of another optimizer"),
+    ],
+)
+def test_a_step_that_the_graph_cannot_repeat_is_refused_by_name(kind: Any, text: str) -> None:
+    net, optimizer = made(kind)
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises((Unsupported, InvalidArgument), match=text), tfnb.record():
+        net(tfnb.placeholder(batches()[0])).sum().backward()
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_a_class_that_the_recording_itself_defines_is_refused() -> None:
+    net, _ = made(Lion)
+    with pytest.raises(Unsupported, match=r"Late was defined in this recording.*define the class above"), tfnb.record():
+
+        class Late(Rule):
+            def step(self) -> None: ...
+
+        net(tfnb.placeholder(batches()[0])).sum().backward()
+        Late(net.parameters()).step()
+
+
+def test_a_closure_is_refused_with_what_to_write() -> None:
+    net, optimizer = made(Lion)
+    with pytest.raises(Unsupported, match=r"Lion\.step\(\).*without arguments.*loss = closure\(\)"), tfnb.record():
+        loss = net(tfnb.placeholder(batches()[0])).sum()
+        optimizer.step(lambda: loss)
+
+
+def test_a_gradient_that_only_some_runs_have_is_refused() -> None:
+    def program(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> None:
+        if k > 0:
+            net(x).sum().backward()
+        opt.step()
+
+    net, optimizer = made(Lion)
+    with pytest.raises(Unsupported, match=r"a branch decides whether .* has a \.grad.*inside of the branch"):  # noqa: SIM117
+        with tfnb.record():
+            x, k = tfnb.placeholder(batches()[0]), tfnb.placeholder(torch.tensor(1.0))
+            tfnb.autograph(program)(net, optimizer, x, k)

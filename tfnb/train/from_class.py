@@ -1,0 +1,322 @@
+"""The twin of an optimizer whose class the user wrote: its own ``step``, recorded on stand-ins, as the rule of a step.
+
+The user's ``step`` is ordinary torch code over ``param_groups`` and ``state``. It is called once while recording, on a
+copy of the optimizer in which each Parameter is a recorded tensor with its gradient and each entry of its state a
+recorded tensor; what it leaves in them is assigned to Variables. So the graph has nodes of an ordinary joint rule.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tfnb.control_flow import autograph
+from tfnb.control_flow.staging.containers import made
+from tfnb.control_flow.staging.statement import as_number, is_number
+from tfnb.errors import FailedPrecondition, InvalidArgument, Unsupported
+from tfnb.graph import Variable, current
+from tfnb.recording import Recorder, Tensor, variable
+from tfnb.recording.marks.user_code import is_foreign
+from tfnb.recording.subgraphs.own_gradient import sealed
+from tfnb.recording.values.variables import known
+from tfnb.train.from_torch import FromTorch
+from tfnb.train.optimizer import Optimizer, Pair, Rate
+
+_within: ContextVar[bool] = ContextVar("within", default=False)  # whether a ``step`` of the user's is under way
+_INSTEAD = "write its rule as a tfnb.train.Optimizer, or step it between runs"
+
+
+def has_own_step(kind: type) -> bool:
+    """Whether the ``step`` of an optimizer's class is not one of torch's."""
+    return not own_step(kind).__module__.startswith("torch.")
+
+
+def is_within() -> bool:
+    """Whether a ``step`` of a class of the user's own is being recorded."""
+    return _within.get()
+
+
+def own_step(kind: type) -> Callable[..., None]:
+    """The ``step`` of a class without the wrappers of torch around it: its hooks and ``no_grad``."""
+    step: Any = kind.step  # type: ignore[attr-defined]
+    while hasattr(step, "__wrapped__") and is_foreign(step.__code__.co_filename):
+        step = step.__wrapped__
+    return step
+
+
+class FromClass(FromTorch):
+    """The optimizer made by `from_torch` of a class with a ``step`` of its own.
+
+    The learning rate is read at each run; a run whose group has other settings than the recording had is refused.
+    """
+
+    joint = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self._rates: dict[int, Variable] = {}  # the learning rates of groups, by their numbers
+        self._settings: dict[int, dict[str, Any]] = {}  # the other settings of groups as recorded
+        self._counts: dict[torch.Tensor, set[str]] = {}  # by parameter: entries of its state that are Python numbers
+        self._targets: list[Variable] = []  # of the step that is being recorded
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def slots(self, target: object) -> dict[str, Variable]:
+        owner = variable(target)
+        parameter = next((p for p, _ in self._places() if known(p) is owner), None)
+        if parameter is None:
+            raise FailedPrecondition(f"{owner.name} is no parameter of this {self._label}: add_param_group it")
+        if parameter not in self._first:
+            self._begin_all()
+        return {name: self._kept_slot(owner, parameter, name) for name in self._first[parameter]}
+
+    def _kept_slot(self, owner: Variable, parameter: torch.Tensor, name: str) -> Variable:
+        key = parameter, name
+        if key not in self._kept:
+            with _disable_current_modes():
+                find = partial(self._state, parameter, name)
+                self._kept[key] = Variable.looked_up(find, name=f"{owner.name}/{self._label}/{name}")
+        return self._kept[key]
+
+    def _begin_all(self) -> None:
+        """The first value of each entry of the state: as it is now, or as a step begins it on plain copies."""
+        with _disable_current_modes(), torch.no_grad():
+            random = torch.default_generator.get_state()
+            try:
+                tries = [self._rehearsed(shift, grad) for shift, grad in ((0.0, 0.5), (1.0, -0.25))]
+            finally:
+                torch.default_generator.set_state(random)
+            for (parameter, _), first, again in zip(self._places(), *tries, strict=True):
+                if differ := _differing(first, again):
+                    raise Unsupported(
+                        f"{self._label}.step() begins state[{differ[0]!r}] with a value of the Parameter, its gradient "
+                        f"or a random draw, which only the first run knows: begin it with zeros, or make it in "
+                        f"__init__; else {_INSTEAD}"
+                    )
+                self._first[parameter] = {name: value.tensor for name, value in first.items()}
+                self._counts[parameter] = {name for name, value in first.items() if value.is_number}
+
+    def _rehearsed(self, shift: float, grad: float) -> list[dict[str, FirstValue]]:
+        """The first value of each entry of the state, by Parameter, from one ``step`` on plain copies."""
+        copies: dict[torch.Tensor, torch.Tensor] = {}
+        for parameter, _ in self._places():
+            copies[parameter] = mine = torch.nn.Parameter(parameter.detach() + shift)
+            mine.grad = torch.full_like(mine, grad)
+        begun = {mine: FirstValues(self._entries(parameter)) for parameter, mine in copies.items()}
+        groups = [{**group, "params": [copies[p] for p in group["params"]]} for group in self.optimizer.param_groups]
+        self._call(groups, begun)
+        return [begun[mine].first for mine in copies.values()]
+
+    def _entries(self, parameter: torch.Tensor) -> dict[str, Any]:
+        return dict(self.optimizer.state.get(parameter, {}))
+
+    def _state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """An entry of the state, made when needed outside of a recording; a number becomes a tensor then."""
+        entries = self.optimizer.state.get(parameter, {})
+        if name in entries and isinstance(entries[name], torch.Tensor):
+            return entries[name]
+        if name in entries:
+            self._first[parameter][name].fill_(entries[name])
+        if current.recording() is None:
+            self.optimizer.state[parameter][name] = self._first[parameter][name]
+        return self._first[parameter][name]
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def _record(self, recorder: Recorder, pairs: Sequence[Pair], rate: Rate) -> list[Tensor]:
+        for _, target in pairs:
+            if recorder.autograd.present(target) is not None:
+                raise Unsupported(
+                    f"{self._label}.step(): a branch decides whether {target.name} has a .grad, and the step of a "
+                    "class of your own is one for all Parameters: call step() inside of the branch"
+                    f"{recorder.tape.at()}"
+                )
+        self._targets = [target for _, target in pairs]
+        values = Optimizer._record(self, recorder, pairs, rate)
+        recorder.python.updates(self.optimizer, [value.value.node for value in values])
+        return values
+
+    def update_all(
+        self, ws: Sequence[torch.Tensor], grads: Sequence[Any], slots: Sequence[Mapping[str, torch.Tensor]], lr: Rate
+    ) -> list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
+        recorder = current.recording()
+        assert isinstance(recorder, Recorder)
+        stands: dict[torch.Tensor, torch.Tensor] = {}
+        state: dict[torch.Tensor, Any] = {}
+        places = {known(parameter): parameter for parameter, _ in self._places()}
+        with torch.no_grad():
+            for target, w, grad, kept in zip(self._targets, ws, grads, slots, strict=True):
+                stands[places[target]] = mine = w.clone()
+                recorder.autograd.set_grad(mine, grad)
+                counts = self._counts[places[target]]
+                given = {name: as_number(x.clone()) if name in counts else x.clone() for name, x in kept.items()}
+                state[mine] = made({**self._entries(places[target]), **given})
+            groups = [
+                {**group, "lr": self._rate(recorder, number), "params": [stands.get(p, p) for p in group["params"]]}
+                for number, group in enumerate(self.optimizer.param_groups)
+            ]
+            with sealed(recorder, self._refuse), _Numbers():
+                self._call(groups, state, autograph)
+        found: list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]] = []
+        for mine, kept in zip(stands.values(), slots, strict=True):
+            left = state[mine]
+            more = [name for name, x in left.items() if name not in kept and isinstance(x, torch.Tensor)]
+            if more or kept.keys() - left.keys():
+                raise InvalidArgument(
+                    f"{self._label}.step() makes or drops state[{(more or sorted(kept.keys() - left.keys()))[0]!r}] in "
+                    f"a later step: begin it in the first{recorder.tape.at()}"
+                )
+            found.append((mine, {name: torch.as_tensor(left[name]).to(kept[name].dtype) for name in kept}))
+        return found
+
+    def _call(
+        self, groups: list[dict[str, Any]], state: Mapping[torch.Tensor, Any],
+        form: Callable[..., Callable[..., None]] = lambda step: step,
+    ) -> None:  # fmt: skip
+        """Call the user's ``step`` on a copy of the optimizer; raises Unsupported if other attributes change."""
+        idle = object.__new__(type(self.optimizer))
+        own = {name: value for name, value in self.optimizer.__dict__.items() if name not in ("param_groups", "state")}
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        entries = made(defaultdict(dict, state))
+        idle.__dict__.update(own, param_groups=groups, state=entries)
+        token = _within.set(True)
+        try:
+            form(own_step(type(idle)))(idle)
+        finally:
+            _within.reset(token)
+        for group, before in zip(groups, settings, strict=True):
+            changed = [name for name in group if name != "params" and group[name] is not before.get(name)]
+            if changed:
+                self._refuse_kept(f"param_groups[...][{changed[0]!r}]")
+        now = {name: value for name, value in idle.__dict__.items() if name not in ("param_groups", "state")}
+        if changed := [name for name in now if name not in own or now[name] is not own[name]]:
+            self._refuse_kept(f"its attribute {changed[0]}")
+        if len(idle.state) != len(state):
+            self._refuse_kept("self.state of what is no Parameter with a gradient")
+
+    def _refuse_kept(self, what: str) -> None:
+        raise Unsupported(
+            f"{self._label}.step() changes {what}, which would be a constant of the graph: keep it in self.state[p], "
+            f"or {_INSTEAD}"
+        )
+
+    def _refuse(self, how: str) -> None:
+        raise Unsupported(
+            f"{self._label}.step() takes a value as a Python number by {how}, which would be a constant of the graph: "
+            f"keep it a tensor, or {_INSTEAD}"
+        )
+
+    # -- settings ----------------------------------------------------------------------------------------------------
+
+    def _rate(self, recorder: Recorder, number: int) -> Any:
+        """The learning rate of a group, as each run finds it."""
+        group = self.optimizer.param_groups[number]
+        self._settings[number] = _plain_settings(group)
+        if number not in self._rates:
+            label = f"{self._label}/lr{f'_{number}' if number else ''}"
+            find, ready = partial(self._lr, number), partial(self._hold_to, number)
+            with _disable_current_modes():
+                self._rates[number] = Variable.looked_up(find, name=label, leads=self, ready=ready)
+        return as_number(recorder.read(self._rates[number]).clone())
+
+    def _lr(self, number: int) -> torch.Tensor:
+        if current.recording() is None:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn where no step was
+        with _disable_current_modes():
+            return torch.tensor(float(self.optimizer.param_groups[number]["lr"]), dtype=torch.float64)
+
+    def _hold_to(self, number: int) -> None:
+        """Raise FailedPrecondition in a run whose group has other settings than were recorded."""
+        now, before = _plain_settings(self.optimizer.param_groups[number]), self._settings[number]
+        if current.recording() is None and now != before:
+            name = next(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+            raise FailedPrecondition(
+                f"{self._label}: {name} was {before.get(name)}, and is {now.get(name)} now (group {number}): the "
+                "recorded step of a class of your own reads its learning rate at each run, and has the other settings "
+                "of its recording. Record the step again"
+            )
+
+    def __repr__(self) -> str:
+        return f"from_torch({self._label})"
+
+
+def _plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copy(value) for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+
+
+class FirstValue(NamedTuple):
+    """The first value of an entry of a state, and whether it is a number of Python."""
+
+    tensor: torch.Tensor
+    is_number: bool
+
+
+class FirstValues(dict[str, Any]):
+    """The state of one Parameter in a rehearsal; ``first`` has the first value of each entry, as a tensor."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.first: dict[str, FirstValue] = {}
+        for name, value in entries.items():
+            self[name] = value.clone() if isinstance(value, torch.Tensor) else value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name not in self and is_number:
+            self.first[name] = FirstValue(torch.tensor(float(value), dtype=torch.float64), is_number=True)
+        elif name not in self and isinstance(value, torch.Tensor):
+            self.first[name] = FirstValue(value.detach().clone(), is_number=False)
+        super().__setitem__(name, value)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+
+def _differing(first: Mapping[str, FirstValue], again: Mapping[str, FirstValue]) -> list[str]:
+    """Entries of a state that two rehearsals begin with other values."""
+    both = first.keys() & again.keys()
+    return [*(first.keys() ^ again.keys()), *(n for n in both if not torch.equal(first[n].tensor, again[n].tensor))]
+
+
+class _Numbers(TorchFunctionMode):
+    """Recorded numbers in the place of Python's: they take the dtype of a tensor beside them, and may be a scale."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, args = dict(kwargs or {}), list(args)
+        name = getattr(func, "__name__", "").rstrip("_")
+        scale = _SCALES.get(name)
+        if scale is not None and isinstance(kwargs.get(scale), Tensor):  # torch takes a plain number only
+            args[1] = _scaled(args[1], kwargs.pop(scale))
+        beside = next((x for x in args if isinstance(x, torch.Tensor) and not is_number(x)), None)
+        if beside is None:
+            found = func(*args, **kwargs)
+            return as_number(found) if any(map(is_number, args)) and isinstance(found, torch.Tensor) else found
+        dtype = beside.dtype if beside.dtype.is_floating_point else torch.get_default_dtype()
+        return func(*(x.to(dtype) if is_number(x) else x for x in args), **kwargs)
+
+
+def _scaled(xs: Any, factor: torch.Tensor) -> Any:
+    """A tensor times a number, or each of a list of them."""
+    return [x * factor for x in xs] if isinstance(xs, (list, tuple)) else xs * factor
+
+
+_SCALES = {
+    "add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value",
+    "_foreach_add": "alpha", "_foreach_sub": "alpha",
+}  # fmt: skip
