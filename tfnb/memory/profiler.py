@@ -13,7 +13,7 @@ from tfnb.errors import FailedPrecondition
 
 
 @contextmanager
-def torch_profiler(refusal: str, **options: Any) -> Iterator[torch.profiler.profile]:
+def torch_profiler(refusal: str, **options: Any) -> Iterator[Any]:
     """Run ``torch.profiler`` around the block, for all devices present.
 
     options: of ``torch.profiler.profile``. Raises FailedPrecondition with the text ``refusal`` where one runs already.
