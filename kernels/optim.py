@@ -59,7 +59,7 @@ def update(kernel: Callable[..., None]) -> Callable[..., None]:
     def fused(rows: Sequence[Row], *, lr: float | None = None, **settings: object) -> None:
         rows, rates = _rated(rows, lr)
         late: list[tuple[Tensor, Tensor]] = []
-        if all([rate is rates[0] for rate in rates]) and _is_ready(rows):
+        if rates and all([rate is rates[0] for rate in rates]) and _is_ready(rows):
             groups: list[Group] = [(*_columns(rows), rates[0])]
         else:
             _check(rows)
@@ -192,10 +192,10 @@ def _rated(rows: Sequence[Row], lr: float | None) -> tuple[list[Row], list[Rates
     """
     if lr is not None:
         return [(w, grad.contiguous(), *slots) for w, grad, *slots in rows], [lr] * len(rows)
-    known: dict[tuple[int, torch.device], Rates] = {}
+    known: dict[tuple[int, int, torch.device], Rates] = {}
     rates = []
     for w, *_, rate in rows:
-        key = rate.data_ptr(), w.device
+        key = rate.data_ptr(), rate.dim(), w.device
         if key not in known:
             known[key] = _rate(rate, w)
         rates.append(known[key])

@@ -5,7 +5,7 @@ float64. A round runs the whole loop of both in turns, loaders, tests and schedu
 states and seeds, and their losses are compared. Rounds before the first one that counts warm up. The last line is JSON:
 of each script the medians of the rounds' ratios, of processor time and of wall time, and milliseconds of a loop.
 
-    python -m tests.benchmarks.bench_scripts [--rounds 15] [--warm 8] [--only WORDS ...] [--save FILE]
+    python -m tests.benchmarks.bench_scripts [--rounds 15] [--warm 10] [--only WORDS ...] [--save FILE]
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ def main(arguments: list[str]) -> None:
             print(f"{name:55} " + ", ".join(f"{key} {value:.2f}" for key, value in row.items()), flush=True)
     ratios = [row["processor time"] for row in rows.values()]
     summary = {"median of all": statistics.median(ratios), "largest": max(ratios), "targets": TARGETS}
-    result = {"machine": machine(), "torch": torch.__version__, "rounds": options.rounds, **summary, "rows": rows}
+    facts = {"machine": machine(), "torch": torch.__version__, "rounds": options.rounds, "warm s": options.warm}
+    result = {**facts, **summary, "rows": rows}
     if options.save:
         options.save.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
