@@ -250,6 +250,48 @@ def hook_inside_of_a_loop(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) 
     return loss
 
 
+@program(3.0, 1.0, 2.0, 2.0)
+def leaves_made_inside_of_a_loop(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
+    i, near = torch.zeros_like(k), x * 1
+    while i < k:
+        leaf = near.detach().requires_grad_(True)
+        net(leaf).sum().backward(inputs=[leaf])
+        near = near + 0.1 * leaf.grad.sign()
+        i = i + 1
+    opt.zero_grad()
+    loss = net(near.detach()).square().mean()
+    loss.backward()
+    opt.step()
+    return loss
+
+
+@program(3.0, 1.0, 2.0, 1.0)
+def adds_to_a_leaf_of_outside(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
+    leaf = (x * 1).detach().requires_grad_(True)
+    net(leaf).sum().backward(inputs=[leaf])
+    if k > 1:
+        net(leaf).square().sum().backward(inputs=[leaf])
+    opt.zero_grad()
+    loss = net((leaf + leaf.grad).detach()).square().mean()
+    loss.backward()
+    opt.step()
+    return loss
+
+
+@program(3.0, 1.0, 2.0, 1.0)
+def freezes_and_trains_again(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
+    opt.zero_grad()
+    loss = net(x).square().mean()
+    if k > 1:
+        net[0].requires_grad_(False)
+        net(x).sum().backward()
+        net[0].requires_grad_(True)
+    else:
+        loss.backward()
+    opt.step()
+    return loss
+
+
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda parameters: torch.optim.AdamW(parameters, 0.05),
@@ -333,6 +375,14 @@ def frozen(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return net(x).sum()
 
 
+def frozen_in_a_nested_branch(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    if k > 0:
+        x = x + 1
+        if k > 2:
+            net[0].weight.requires_grad_(False)
+    return net(x).sum()
+
+
 def frozen_by_attribute(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     if k > 0:
         net[0].weight.requires_grad = False
@@ -346,6 +396,7 @@ def frozen_by_attribute(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Ten
         (hook_of_outside, "register_hook of .* in which it is not computed"),
         (hook_of_a_parameter, "register_hook of .* in which it is not computed"),
         (frozen, "requires_grad of .* is changed inside of a branch"),
+        (frozen_in_a_nested_branch, "requires_grad of .* is changed inside of a branch"),
         (frozen_by_attribute, "requires_grad of .* is changed inside of a branch"),
     ],
 )
@@ -362,7 +413,7 @@ def test_what_only_some_runs_would_mark_is_left_to_python_and_its_guard(function
     want = torch.autograd.grad(function(net, rows, torch.tensor(-1.0)), [net[0].weight])[0]
     torch.testing.assert_close(tfnb.run(grad, {x: rows, k: -1.0}), want)
     with pytest.raises(BranchChanged, match=why):
-        tfnb.run(grad, {x: rows, k: 1.0})
+        tfnb.run(grad, {x: rows, k: 3.0})
 
 
 def test_a_grad_that_only_some_runs_have_is_noted_where_the_program_asks() -> None:

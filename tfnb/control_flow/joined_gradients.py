@@ -34,8 +34,7 @@ def changed_holders(recorder: Recorder, regions: Sequence[Region]) -> list[Any]:
     holders |= {id(holder): holder for holder in recorder.autograd.holders()}
     return [
         holder for holder in holders.values()
-        if not (isinstance(holder, Tensor) and holder._entry.value.node not in recorder.tape.by_id)
-        and any(recorder.autograd.differs(holder, region.gradients.get(holder)) for region in regions)
+        if any(recorder.autograd.differs(holder, region.gradients.get(holder)) for region in regions)
     ]  # fmt: skip
 
 

@@ -55,20 +55,15 @@ class AutogradState:
         return SavedGradients(copy(self._grads), copy(self._present), len(self.flagged))
 
     def put_back(self, saved: SavedGradients) -> None:
-        """Restore the saved gradients. Hooks of values inside of a region stay: its gradient is recorded later."""
+        """Restore the saved gradients and marks. Hooks of values of a region stay: its gradient is recorded later."""
         self._grads, self._present = copy(saved.grads), copy(saved.present)
+        self._turn_back(saved)
 
     def refuse_flags(self, saved: SavedGradients) -> None:
-        """Raise Unsupported where the region that ends here leaves a Parameter frozen or trained that was not.
-
-        It is as it was before, then: each change turned the mark over.
-        """
-        flagged = self.flagged[saved.flagged :]
-        turned = [t for t in {id(t): t for t in flagged}.values() if sum(t is each for each in flagged) % 2]
+        """Raise Unsupported where the region that ends here leaves a Parameter frozen or trained that was not."""
+        turned = self._turn_back(saved)
         if not turned:
             return
-        for tensor in turned:
-            _set_flag(tensor, not flag(tensor))
         found = (known(tensor) for tensor in turned[:3])
         names = ", ".join("a Parameter" if var is None else var.name for var in found)
         raise Unsupported(
@@ -76,6 +71,15 @@ class AutogradState:
             f"between runs, or leave a Parameter as it is in some runs by `p.grad = None` behind backward()"
             f"{self.recorder.tape.at()}"
         )
+
+    def _turn_back(self, saved: SavedGradients) -> list[torch.Tensor]:
+        """Give Parameters the ``requires_grad`` that they had; each change turned it over. Returns those of another."""
+        flagged = self.flagged[saved.flagged :]
+        turned = [t for t in {id(t): t for t in flagged}.values() if sum(t is each for each in flagged) % 2]
+        for tensor in turned:
+            _set_flag(tensor, not flag(tensor))
+        del self.flagged[saved.flagged :]
+        return turned
 
     def holders(self) -> list[Holder]:
         """The Variables and tensors that have a gradient."""

@@ -47,7 +47,7 @@ def is_within() -> bool:
 def own_step(kind: type) -> Callable[..., None]:
     """The ``step`` of a class without the wrappers of torch around it: its hooks and ``no_grad``."""
     step: Any = kind.step  # type: ignore[attr-defined]
-    while hasattr(step, "__wrapped__") and is_foreign(step.__code__.co_filename):
+    while hasattr(step, "__wrapped__") and hasattr(step, "__code__") and is_foreign(step.__code__.co_filename):
         step = step.__wrapped__
     return step
 

@@ -149,7 +149,7 @@ def record_region(
                 recorder.autograd.refuse_flags(before.autograd)
                 if not fills:
                     _refuse_filling(recorder, before, "a loop" if iterations else "a function of the graph")
-                gradients = recorder.autograd.left() if fills else {}
+                gradients = before.outer(recorder.autograd.left()) if fills else {}
         except BaseException:
             before.undo()
             raise
@@ -166,9 +166,9 @@ def record_region(
 
 def _refuse_filling(recorder: Recording, before: Savepoint, what: str) -> None:
     """Raise Unsupported where a region that cannot leave gradients changed a ``.grad``."""
-    changed = recorder.autograd.changed_since(before.autograd)
+    changed = before.outer(dict.fromkeys(recorder.autograd.changed_since(before.autograd)))
     if changed:
-        names = ", ".join(holder.name for holder in changed[:_SHOWN] if hasattr(holder, "name"))
+        names = ", ".join(holder.name for holder in list(changed)[:_SHOWN] if hasattr(holder, "name"))
         raise Unsupported(
             f"inside of {what} the .grad of {names or 'a tensor'} is filled or cleared, and what each iteration or "
             "call leaves there is not carried on: use torch.autograd.grad there, and keep sums of gradients in tensors"
@@ -241,6 +241,14 @@ class Savepoint:
         self.entries = {base: base.entry for base in bases}
         self.versions: dict[Base, int] = {}
         self.rebound: dict[Base, Rebound] = {}
+
+    def outer(self, by_holder: Mapping[Any, Result]) -> dict[Any, Result]:
+        """Of the holders of gradients, those that are no tensors made since."""
+        live = {id(tensor) for tensor in self.live}
+        return {
+            holder: found for holder, found in by_holder.items()
+            if not isinstance(holder, Tensor) or id(holder) in live
+        }  # fmt: skip
 
     def start(self) -> None:
         """Mark the call of the function: later writes are the function's own."""
