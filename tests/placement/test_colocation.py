@@ -560,7 +560,7 @@ def test_a_cell_whose_target_is_gone_is_stale_and_says_so(request: Any) -> None:
 
 
 def test_a_contradiction_names_members_requests_and_lines(net: Any) -> None:
-    graph, x, h, _, m = net
+    graph, x, h, k, m = net
     with tfnb.record(graph):
         with tfnb.colocate_with(h):
             link = x.sin()
@@ -578,6 +578,7 @@ def test_a_contradiction_names_members_requests_and_lines(net: Any) -> None:
             assert part in text, text
         assert "with tfnb.colocate_with" not in text and "link asks to be with h" in text
     assert graph._repr_html_(), "it is drawn"
+    assert tfnb.run(k, {x: torch.ones(2, 3)}).tolist() == [[2.0] * 3] * 2, "a step without that group runs"
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -51,18 +51,22 @@ class DisjointSets(Generic[Key]):
         self._parent[self.root(other)] = self.root(one)
 
 
-def colocated(graph: Graph) -> Graph:
+def colocated(graph: Graph, whole: Graph | None = None) -> Graph:
     """The graph in which all members of a colocation group have the request of the group.
 
-    Raises InvalidArgument where hard requests of a group contradict each other. A soft one counts where no hard one
-    says a task, and where it agrees with those before it.
+    whole: the graph that it was pruned from, whose other nodes are members, too. Raises InvalidArgument where hard
+    requests of a group with members in the graph contradict each other. A soft one counts where no hard one says a
+    task, and where it agrees with those before it.
     """
-    nodes = tuple(with_inner(graph.nodes))
-    if not any(node.device is not None and "with:" in node.device for node in nodes):
+    everyone = tuple(with_inner((whole or graph).nodes))
+    if not any(node.device is not None and "with:" in node.device for node in everyone):
         return graph
-    asks: dict[int, str] = {}
-    for group in _groups(nodes):
-        asks |= dict.fromkeys((node.id for node in group.nodes), str(_merged(group)))
+    nodes, asks = tuple(with_inner(graph.nodes)), dict[int, str]()
+    ids = {node.id for node in nodes}
+    for group in groups_in(everyone):
+        members = ids.intersection(node.id for node in group.nodes)
+        if members:
+            asks |= dict.fromkeys(members, str(_merged(group)))
     if all(asks.get(node.id, node.device) == node.device for node in nodes):
         return graph  # merged before; the body of a recursive function stays the one that its calls hold
     made: dict[Recursion, Recursion] = {}
@@ -71,19 +75,24 @@ def colocated(graph: Graph) -> Graph:
         request = asks.get(node.id, node.device)
         return node if request == node.device else replace(node, device=request)
 
-    nodes = tuple(map_nodes(asking, node, made) for node in graph.nodes)
-    return graph.derive(replace(graph.contents, nodes=nodes))
+    placed = tuple(map_nodes(asking, node, made) for node in graph.nodes)
+    return graph.derive(replace(graph.contents, nodes=placed))
 
 
-class _Group(NamedTuple):
+class ColocationGroup(NamedTuple):
     """A colocation group. title: as its members' requests have it. keys: all that name it. nodes: in program order."""
 
     title: str
     keys: list[str]
     nodes: list[Node]
 
+    @property
+    def key(self) -> str:
+        """The key that merged requests have."""
+        return self.title.rpartition("#")[2]
 
-def _groups(nodes: Sequence[Node]) -> Iterable[_Group]:
+
+def groups_in(nodes: Sequence[Node]) -> Iterable[ColocationGroup]:
     """The groups of nodes."""
     sets: DisjointSets[str] = DisjointSets()
     named: dict[str, str] = {}  # name#key by key, in order of first mention
@@ -100,11 +109,11 @@ def _groups(nodes: Sequence[Node]) -> Iterable[_Group]:
             sets.unite(variable.key, str(node.id))
         elif _follows(node) and str(node.forward) in sets:
             sets.unite(str(node.forward), str(node.id))
-    found: dict[str, _Group] = {}  # the name that is mentioned first stands for the group
+    found: dict[str, ColocationGroup] = {}  # the name that is mentioned first stands for the group
     for key, group in named.items():
         merged = key if "_" in key else f"{key}_0"
         title = parse(with_group(names.get(key, group.rpartition("#")[0]), merged)).groups[0]
-        found.setdefault(sets.root(key), _Group(title, [], [])).keys.append(key)
+        found.setdefault(sets.root(key), ColocationGroup(title, [], [])).keys.append(key)
     for node in nodes:
         if str(node.id) in sets:
             found[sets.root(str(node.id))].nodes.append(node)
@@ -132,7 +141,7 @@ class _Claim(NamedTuple):
     node: Node
 
 
-def _claims(group: _Group) -> Iterator[_Claim]:
+def _claims(group: ColocationGroup) -> Iterator[_Claim]:
     """The requests for a place within a group: of Variables where they were made, and of nodes."""
     seen: set[Variable] = set()
     for node in group.nodes:
@@ -147,7 +156,7 @@ def _claims(group: _Group) -> Iterator[_Claim]:
             yield _Claim(parse(node.device), f"{node.name} asks for {readable(node.device)!r}{at}", node)
 
 
-def _merged(group: _Group) -> DeviceRequest:
+def _merged(group: ColocationGroup) -> DeviceRequest:
     """The request of a group."""
     claims = [claim for claim in _claims(group) if claim.request.has_place]
     merged = DeviceRequest()
@@ -163,7 +172,7 @@ def _merged(group: _Group) -> DeviceRequest:
     return merged._replace(groups=(group.title,))
 
 
-def _contradiction(group: _Group, claims: Sequence[_Claim], node: Node) -> InvalidArgument:
+def _contradiction(group: ColocationGroup, claims: Sequence[_Claim], node: Node) -> InvalidArgument:
     """The error of a group whose hard requests contradict each other. node: the first that contradicts others."""
     lines = [*dict.fromkeys(claim.who for claim in claims)]
     asking = {claim.node.id for claim in claims}

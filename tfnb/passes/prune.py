@@ -54,7 +54,7 @@ def step_graph(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -
     Members of a colocation group have the request of the group, also of members that the step does without.
     """
     fetches, feeds = tuple(fetches), tuple(feeds)
-    return StepGraph(graph, prune(colocated(graph), fetches, feeds), fetches, feeds)
+    return StepGraph(graph, colocated(prune(graph, fetches, feeds), graph), fetches, feeds)
 
 
 def prune(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value], groups: Iterable[int] = ()) -> Graph:

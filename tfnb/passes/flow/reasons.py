@@ -12,7 +12,7 @@ import torch
 
 from tfnb.errors import InvalidArgument, NotFound
 from tfnb.graph import Contents, Dim, Graph, Node, Spec, Value
-from tfnb.graph.colocation_groups import colocated
+from tfnb.graph.colocation_groups import groups_in
 from tfnb.graph.device_request import parse, readable
 from tfnb.graph.subgraph import nested, with_inner
 from tfnb.passes.flow import frames
@@ -229,12 +229,7 @@ class StepParts:
     @cached_property
     def _groups(self) -> Mapping[str, Sequence[Node]]:
         """The members of each colocation group by its key, as recorded, also those that the step does without."""
-        recorded = {node.id: node for node in with_inner(self._step.step.whole.nodes)}
-        found: dict[str, list[Node]] = {}
-        for node in with_inner(colocated(self._step.step.whole).nodes):
-            for key in () if node.device is None else parse(node.device).keys:
-                found.setdefault(key, []).append(recorded[node.id])
-        return found
+        return {group.key: group.nodes for group in groups_in(tuple(with_inner(self._step.step.whole.nodes)))}
 
     def _divided(self, node: Node, ops: Sequence[int]) -> str:
         places = sorted({place for n in ops if (place := self._homes[n].place) is not None})
