@@ -31,7 +31,7 @@ typedef struct {
 
 typedef struct {
     const Torch *torch;
-    const H *constants; /* that the compiler made of the step: lent */
+    const H *constants; /* `count` tensors that the compiler made of the step: lent */
     int64_t inputs, outputs, flag, count; /* flag: whether the last output says that an operand was refused */
     const Operand *operands;
 } Step;
