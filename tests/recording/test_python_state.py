@@ -431,6 +431,17 @@ def test_a_setting_of_the_program_that_changed_is_said_once(kind: str, tmp_path:
         options.beta = 1.0
 
 
+def test_a_scheduler_that_counts_steps_makes_no_other_function_of_them(tmp_path: Path) -> None:
+    net = nn.Linear(3, 3)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    names: dict[str, Any] = {"tfnb": tfnb, "X": X, "net": net, "opt": opt}
+    block(tmp_path, "net(x); opt.zero_grad(); y.sum().backward(); step = opt.step()")(names)
+    torch.optim.lr_scheduler.StepLR(opt, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(names["step"], names["x"])
+
+
 def test_an_optimizer_that_another_one_replaced_is_said(tmp_path: Path) -> None:
     net = nn.Linear(3, 3)
     names: dict[str, Any] = {"tfnb": tfnb, "X": X, "net": net, "opt": torch.optim.SGD(net.parameters(), lr=0.1)}

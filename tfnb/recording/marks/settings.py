@@ -32,7 +32,7 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )  # fmt: skip
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -356,7 +356,9 @@ def _at_line_one(code: CodeType) -> CodeType:
 
 
 def _behaviour(value: object, names: frozenset[str], deep: int) -> Any:
-    """A comparable copy of a function or partial."""
+    """A comparable copy of a function or partial; of the step of an optimizer that a scheduler counts, that step."""
+    if hasattr(value, "_wrapped_by_lr_sched"):
+        value = cast(Any, value).__wrapped__
     if isinstance(value, partial):
         given = dict(enumerate((value.func, *value.args)))
         return _Behaviour(None, _each(value.keywords, names, deep), _each(given, names, deep))
