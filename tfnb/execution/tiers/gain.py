@@ -25,7 +25,7 @@ WRITE_RATE = 8e9  # bytes a second of Variables, which are larger than caches
 DISPATCH = 2e-6  # seconds of a call of a library from Python, beyond the same call from compiled code
 KERNEL = 2e-7  # seconds to enter a fused loop
 LOOP_GAIN = 0.5  # of loops and branches, of which only the whole is measured
-BASE, EACH_LIBRARY, EACH = 18.0, 0.25, 0.01  # seconds to compile: any step, each call of a library, each other call
+BASE, EACH_LIBRARY, EACH = 4.5, 0.25, 0.01  # seconds to compile: any step, each call of a library, each other call
 REPEATS = 20  # times that a step's work is done while it is compiled: kernels are tried, and the step is compared
 BASE_LOOP = 2.5  # seconds to compile what is loops only
 SLOW: Mapping[str, float] = {
@@ -140,7 +140,7 @@ def compile_seconds(calls: Sequence[CallCost]) -> float:
     quicker.
 
     >>> compile_seconds([CallCost("library", 1e-3)] * 8), compile_seconds([CallCost("loop", 1e-3)])
-    (20.16, 2.5)
+    (6.66, 2.5)
     """
     if all(call.kind in ("loop", "view") for call in calls):
         return BASE_LOOP
