@@ -48,6 +48,7 @@ PIECE = 2**16
 """Elements for each thread that a kernel with temporaries updates at a time: few enough to stay in the cache."""
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_REDUCED = frozenset({torch.bfloat16, torch.float16})  # of which torch 2.13's fused SGD leaves most elements out
 
 
 def update(kernel: Callable[..., None]) -> Callable[..., None]:
@@ -484,7 +485,7 @@ def sgd(
     """
     buffers, *steps = slots if momentum != 0 else ([],)
     apply = partial(
-        torch._fused_sgd_,
+        _sgd_each if ws[0].is_cpu and ws[0].dtype in _REDUCED else torch._fused_sgd_,
         lr=rate,
         momentum=momentum,
         dampening=dampening,
@@ -499,6 +500,22 @@ def sgd(
     for flag in set(is_first):
         apply(*(_where(column, is_first, flag) for column in (ws, grads, buffers)), is_first_step=flag)
     torch._foreach_add_(steps[0], 1)
+
+
+def _sgd_each(
+    ws: Column, grads: Column, buffers: Column, *, lr: Rate, momentum: float, dampening: float, weight_decay: float,
+    nesterov: bool, maximize: bool, is_first_step: bool,
+) -> None:  # fmt: skip
+    """``torch._fused_sgd_`` in torch.optim's plain loop: lists of calls round the settings to the dtype, too."""
+    for place, (w, step) in enumerate(zip(ws, grads, strict=True)):
+        step = -step if maximize else step
+        if weight_decay != 0:
+            step = step.add(w, alpha=weight_decay)
+        if momentum != 0:
+            buffer = buffers[place]
+            buffer.copy_(step) if is_first_step else buffer.mul_(momentum).add_(step, alpha=1 - dampening)
+            step = step.add(buffer, alpha=momentum) if nesterov else buffer
+        w.add_(step, alpha=-float(lr))
 
 
 def _where(column: Column, flags: list[bool], flag: bool) -> Column:

@@ -160,6 +160,16 @@ def test_steps_follow_torch_optim(name: str, dtype: torch.dtype) -> None:
         assert_near([a for a, _ in known], [b for _, b in known], tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.op == "sgd"])
+def test_sgd_of_reduced_dtypes_is_that_of_torch_in_every_element(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]._replace(shapes=[(1000,), (33, 4), ()])
+    expected, _ = reference(case, dtype, 5, 0.125)
+    ws, _ = trained(case, dtype, 5, lr=0.125)
+    for got, wanted in zip(ws, expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_rate_may_be_a_tensor(name: str) -> None:
     expected, _ = trained(CASES[name], torch.float64, 5, lr=0.125)
