@@ -186,7 +186,8 @@ def test_arguments_are_read_as_they_lay(tmp_path: Path) -> None:
     x = torch.randn(4, 6)
     args = [
         x, x.t(), x[1:3, ::2], x > 0, x.bfloat16(), torch.tensor(3), torch.empty(0, 2), torch.complex(x, x),
-        torch._neg_view(x), torch.randn(1, 5),
+        torch._neg_view(x), torch.randn(1, 5), x[0, ::2][:1],
+        torch.randn(1, 6).expand(4, 6), torch.tensor(2.0).expand(3),
     ]  # fmt: skip
     save_arguments([*args, 7], tmp_path)
     *found, run = load_arguments(tmp_path)

@@ -143,13 +143,14 @@ class PackageCache:
     def keep(self, key: str, draft: Path, facts: Mapping[str, Any]) -> Path:
         """Move a draft to its final folder; returns the entry's folder, possibly one written first by another process.
 
-        What cannot be kept stays a draft, which this process may use.
+        What cannot be kept stays a draft, which this process may use until its end.
         """
         try:
             paths = sorted(path for path in draft.rglob("*") if path.is_file())
             files = {str(path.relative_to(draft)): digest(path.read_bytes()) for path in paths}
             _write(draft, files, facts)
             if _bytes(draft) > self.limit:
+                atexit.register(shutil.rmtree, draft, ignore_errors=True)
                 return draft
             at = draft.rename(self.folder / key)
         except OSError:  # there is one already, or no room

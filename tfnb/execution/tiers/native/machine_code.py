@@ -41,6 +41,7 @@ _HERE = Path(__file__).parent
 def build_library(source: StepSource, folder: Path) -> None:
     """Put the library of a step into a folder, and the functions that call it."""
     drafts = folder / "objects"
+    shutil.rmtree(drafts, ignore_errors=True)  # of a process that died
     drafts.mkdir()
     objects = [
         _object("wrapper", source.wrapper, drafts, min_optimize=True),

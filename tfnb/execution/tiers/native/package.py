@@ -81,7 +81,7 @@ def build(request: NativeRequest, folder: Path) -> None:
         _check(source, about)
         build_library(source, folder)
     if source.constants:
-        (folder / CONSTANTS).mkdir()
+        (folder / CONSTANTS).mkdir(exist_ok=True)
         save_arguments([*source.constants, 0], folder / CONSTANTS)
     about.save(folder)
 

@@ -21,8 +21,8 @@ def save_arguments(args: Sequence[Any], folder: Path) -> None:
     (folder / ABOUT).write_text(json.dumps([[Operand.of(x) for x in tensors], run]))
     with (folder / DATA).open("wb") as file:
         for x in tensors:
-            data = x.detach().resolve_conj().resolve_neg().contiguous()
-            file.write(data.view(-1).view(torch.uint8).numpy().data)
+            data = x.detach().resolve_conj().resolve_neg().contiguous().as_strided((x.numel(),), (1,))
+            file.write(data.view(torch.uint8).numpy().data)  # one element may have any stride
 
 
 def load_arguments(folder: Path) -> list[Any]:
@@ -34,5 +34,9 @@ def load_arguments(folder: Path) -> list[Any]:
             x = Operand(*operand).empty()
             data = torch.empty(x.shape, dtype=x.dtype)
             file.readinto(data.view(-1).view(torch.uint8).numpy().data)
-            found.append(data if data.stride() == x.stride() else x.copy_(data))
+            own = tuple(
+                slice(1 if stride == 0 else None) for stride in x.stride()
+            )  # once what an expanded axis repeats
+            x[own].copy_(data[own])
+            found.append(x)
     return [*found, run]
