@@ -69,6 +69,7 @@ def test_constants_that_inductor_makes_are_kept_with_the_package(tmp_path: Path)
     turned = torch.arange(6.0).reshape(2, 3).t()
     found = source(lambda x: (x + turned * 2,), torch.ones(3, 2))
     assert len(found.constants) == 1
+    (tmp_path / "objects").mkdir()  # of a first try that died
     build_library(found, tmp_path)
     (tmp_path / CONSTANTS).mkdir()
     save_arguments([*found.constants, 0], tmp_path / CONSTANTS)

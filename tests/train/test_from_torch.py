@@ -179,6 +179,27 @@ def test_a_scheduler_works_between_runs() -> None:
     assert_same(dict(model.state_dict()), dict(twin.state_dict()))
 
 
+@pytest.mark.parametrize("name", ["ASGD", "Rprop", "Adam", "SGD dampening"])
+def test_a_parameter_of_which_a_later_run_has_the_first_gradient_begins_with_the_rate_of_then(name: str) -> None:
+    kind, arguments = OPTIMIZERS[name]
+    start = torch.randn(2, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    (a, b), (a_twin, b_twin) = ([nn.Parameter(row.clone()) for row in start] for _ in range(2))
+    optimizer, eager = (kind(pair, **arguments) for pair in ([a, b], [a_twin, b_twin]))
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(5, 4, dtype=torch.float64))
+        optimizer.zero_grad()
+        tfnb.cond(x.sum() > 0, lambda: (x @ a).tanh().sum(), lambda: (x * b).sin().sum()).backward()
+        step = optimizer.step()
+    for k, sign in enumerate((1, -1, 1, 1, -1, -1)):
+        optimizer.param_groups[0]["lr"] = eager.param_groups[0]["lr"] = arguments["lr"] * 0.8**k
+        rows = sign * torch.rand(5, 4, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+        tfnb.run(step, {x: rows})
+        eager.zero_grad()
+        ((rows @ a_twin).tanh().sum() if sign > 0 else (rows * b_twin).sin().sum()).backward()
+        eager.step()
+        torch.testing.assert_close([a, b], [a_twin, b_twin], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_scheduler_that_is_made_after_the_recording_sees_the_steps_of_runs() -> None:
     model = network()

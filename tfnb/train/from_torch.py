@@ -26,7 +26,7 @@ from tfnb.kernels.optim import NUMBERS, SWITCHES
 from tfnb.recording import Operation, Recorder, Tensor, variable
 from tfnb.recording.values.variables import known
 from tfnb.train.optimizer import Optimizer, Pair, Rate, buffer_writes
-from tfnb.train.update_rules import OPTIMIZERS, UpdateRule, parts_of, settings_of
+from tfnb.train.update_rules import OF_RATE, OPTIMIZERS, UpdateRule, parts_of, settings_of
 
 CLASSES = {getattr(torch.optim, name) for name in OPTIMIZERS}
 
@@ -211,6 +211,8 @@ class FromTorch(Optimizer):
         """A slot in torch's state. A missing slot is created when needed outside of a recording."""
         state = self.optimizer.state.get(parameter, {})
         if state.get(name) is not None:
+            if name in OF_RATE and current.recording() is None and not state["step"]:
+                self._rewind(parameter, state[name])
             return self._as_tensor(state, name)
         if current.recording() is None:  # all of it: torch takes a state with anything in it for a whole one
             rule = self._group_rule(next(i for p, i in self._places() if p is parameter))
@@ -222,6 +224,12 @@ class FromTorch(Optimizer):
             first = {n: self._first[parameter][n] for n in missing}
             self.optimizer.state[parameter].update(first)
         return self._first[parameter][name]
+
+    def _rewind(self, parameter: torch.Tensor, slot: torch.Tensor) -> None:
+        """Let a slot begin with the rate of now: torch makes it at the first step that has a gradient."""
+        number = next(i for p, i in self._places() if p is parameter)
+        with torch.no_grad():
+            slot.fill_(float(self.optimizer.param_groups[number]["lr"]))
 
     def _as_tensor(self, state: dict[str, Any], name: str) -> torch.Tensor:
         """An entry of a state as a tensor; the count of SparseAdam is a number until a graph needs it."""

@@ -80,6 +80,7 @@ _PAIRS = {
     "betas": ("beta1", "beta2"), "eps": ("eps1", "eps2"), "etas": ("etaminus", "etaplus"),
     "step_sizes": ("step_size_min", "step_size_max"),
 }  # fmt: skip
+OF_RATE = frozenset({"eta", "step_size"})  # slots that begin with the learning rate of the first step
 _STARTS: Mapping[str, Callable[[torch.Tensor, UpdateRule], torch.Tensor]] = {
     "step": lambda w, rule: _count(w, 0.0, rule),
     "mu": lambda w, rule: _count(w, 1.0, rule),
