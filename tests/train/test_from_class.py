@@ -651,3 +651,48 @@ def test_a_cleared_state_that_a_step_does_not_begin_is_refused_in_a_run() -> Non
     recorded.state.clear()
     with pytest.raises(FailedPrecondition, match=r"EveryThird: state\['\w+'\] is gone.*load a state_dict"):
         tfnb.run(step, {x: batches()[1]})
+
+
+def test_a_step_in_sixteen_bits_is_refused_by_name() -> None:
+    p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = Lion([p])
+    with pytest.raises(Unsupported, match=r"Lion\.step\(\).*torch\.bfloat16.*float32"), tfnb.record():
+        (p * tfnb.placeholder(torch.ones(3, dtype=torch.bfloat16))).sum().backward()
+        optimizer.step()
+
+
+class OwnRate(Ruled):
+    """It uses no learning rate of a group."""
+
+    def set_up(self, params: list[Any]) -> None:
+        self.rate, self.mixed = 0.1, [0.5]
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        p.sub_(p.grad * (self.rate * self.mixed[0]))
+
+
+def test_an_attribute_that_changed_is_refused_in_a_run() -> None:
+    net, optimizer = made(OwnRate)
+    with tfnb.record():
+        x = tfnb.placeholder(batches()[0])
+        net(x).sum().backward()
+        step = optimizer.step()
+    tfnb.run(step, {x: batches()[1]})
+    optimizer.mixed[0] = 0.25
+    with pytest.raises(FailedPrecondition, match=r"OwnRate: mixed was \[0\.5\], and is \[0\.25\] now"):
+        tfnb.run(step, {x: batches()[1]})
+
+
+def test_the_first_graph_holds_to_its_settings_after_another_recording() -> None:
+    net, optimizer = made(Lion)
+    steps = []
+    for decay in (0.1, 0.2):
+        optimizer.param_groups[0]["weight_decay"] = decay
+        with tfnb.record():
+            x = tfnb.placeholder(batches()[0])
+            net(x).sum().backward()
+            steps.append((optimizer.step(), x))
+    (first, x), (second, y) = steps
+    tfnb.run(second, {y: batches()[1]})
+    with pytest.raises(FailedPrecondition, match=r"weight_decay was 0\.1, and is 0\.2 now"):
+        tfnb.run(first, {x: batches()[1]})

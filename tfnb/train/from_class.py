@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from copy import copy
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from tfnb.recording.subgraphs.own_gradient import sealed
 from tfnb.recording.values.variables import known
 from tfnb.train.from_torch import FromTorch
 from tfnb.train.optimizer import Optimizer, Pair, Rate
-from tfnb.train.rehearsal import INSTEAD, FirstValue, Rehearsal, refused_change
+from tfnb.train.rehearsal import INSTEAD, FirstValue, Rehearsal, is_plain, refused_change
 
 _within: ContextVar[bool] = ContextVar("within", default=False)  # whether a ``step`` of the user's is under way
 
@@ -62,8 +62,8 @@ class FromClass(FromTorch):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
-        self._rates: dict[int, Variable] = {}  # the learning rates of groups, by their numbers
-        self._settings: dict[int, dict[str, Any]] = {}  # the other settings of groups as recorded
+        self._rates: dict[int, list[tuple[dict[str, Any], Variable]]] = {}  # by group, one for each other settings
+        self._reads: list[Tensor] = []  # of the learning rates in the step that is being recorded
         self._counts: dict[torch.Tensor, set[str]] = {}  # by parameter: entries of its state that are Python numbers
         self._begins = True  # whether a step begins an empty state as a graph can repeat
         self._targets: list[Variable] = []  # of the step that is being recorded
@@ -135,7 +135,7 @@ class FromClass(FromTorch):
         return self.optimizer.state[parameter][name]
 
     def _begin_again(self, parameter: torch.Tensor, name: str) -> None:
-        """Fill in the state that no step has begun yet, or that was cleared, as a step begins it now."""
+        """Fill in missing entries of the state with the first values of a step of now."""
         if not self._begins:
             raise FailedPrecondition(
                 f"{self._label}: state[{name!r}] is gone, and step() does not begin it as a graph can repeat: load a "
@@ -151,16 +151,21 @@ class FromClass(FromTorch):
 
     def _record(self, recorder: Recorder, pairs: Sequence[Pair], rate: Rate) -> list[Tensor]:
         for _, target in pairs:
+            if target.spec.dtype in (torch.float16, torch.bfloat16):
+                raise Unsupported(
+                    f"{self._label}.step(): {target.name} is {target.spec.dtype}, which would round the learning "
+                    f"rate: keep the Parameter in float32; else {INSTEAD}{recorder.tape.at()}"
+                )
             if recorder.autograd.present(target) is not None:
                 raise Unsupported(
                     f"{self._label}.step(): a branch decides whether {target.name} has a .grad, and the step of a "
                     "class of your own is one for all Parameters: call step() inside of the branch"
                     f"{recorder.tape.at()}"
                 )
-        self._targets = [target for _, target in pairs]
+        self._targets, self._reads = [target for _, target in pairs], []
         values = Optimizer._record(self, recorder, pairs, rate)
         recorder.python.updates(self.optimizer, [value.value.node for value in values])
-        return values
+        return [*values, *self._reads]  # a step that uses no learning rate holds to its settings, too
 
     def update_all(
         self, ws: Sequence[torch.Tensor], grads: Sequence[Any], slots: Sequence[Mapping[str, torch.Tensor]], lr: Rate
@@ -228,21 +233,30 @@ class FromClass(FromTorch):
     def _refuse(self, how: str) -> None:
         raise Unsupported(
             f"{self._label}.step() takes a value as a Python number by {how}, which would be a constant of the graph: "
-            f"keep it a tensor, or {INSTEAD}"
+            f"keep it a tensor (x ** 0.5 in place of math.sqrt(x)), or {INSTEAD}"
         )
 
     # -- settings ----------------------------------------------------------------------------------------------------
 
     def _rate(self, recorder: Recorder, number: int) -> Any:
         """The learning rate of a group, as each run finds it."""
-        group = self.optimizer.param_groups[number]
-        self._settings[number] = _plain_settings(group)
-        if number not in self._rates:
+        settings, recorded = self._settings(number), self._rates.setdefault(number, [])
+        if all(before != settings for before, _ in recorded):
             label = f"{self._label}/lr{f'_{number}' if number else ''}"
-            find, ready = partial(self._lr, number), partial(self._hold_to, number)
+            find, ready = partial(self._lr, number), partial(self._hold_to, number, settings)
             with _disable_current_modes():
-                self._rates[number] = Variable.looked_up(find, name=label, leads=self, ready=ready)
-        return as_number(recorder.read(self._rates[number]).clone())
+                recorded.append((settings, Variable.looked_up(find, name=label, leads=self, ready=ready)))
+        self._reads.append(recorder.read(next(rate for before, rate in recorded if before == settings)))
+        return as_number(self._reads[-1].clone())
+
+    def _settings(self, number: int) -> dict[str, Any]:
+        """The settings of a group and the plain attributes of the optimizer, as constants of a recorded step."""
+        mine = {name: value for name, value in vars(self.optimizer).items() if name not in _NO_SETTINGS}
+        group = {name: value for name, value in self.optimizer.param_groups[number].items() if name not in _NO_SETTINGS}
+        both = {
+            n: x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for n, x in {**mine, **group}.items()
+        }
+        return {name: deepcopy(value) for name, value in both.items() if is_plain(value)}
 
     def _lr(self, number: int) -> torch.Tensor:
         if current.recording() is None:
@@ -250,10 +264,9 @@ class FromClass(FromTorch):
         with _disable_current_modes():
             return torch.tensor(float(self.optimizer.param_groups[number]["lr"]), dtype=torch.float64)
 
-    def _hold_to(self, number: int) -> None:
+    def _hold_to(self, number: int, before: dict[str, Any]) -> None:
         """Raise FailedPrecondition in a run whose group has other settings than were recorded."""
-        now, before = _plain_settings(self.optimizer.param_groups[number]), self._settings[number]
-        if current.recording() is None and now != before:
+        if current.recording() is None and (now := self._settings(number)) != before:
             name = next(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
             raise FailedPrecondition(
                 f"{self._label}: {name} was {before.get(name)}, and is {now.get(name)} now (group {number}): the "
@@ -265,8 +278,10 @@ class FromClass(FromTorch):
         return f"from_torch({self._label})"
 
 
-def _plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: copy(value) for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+_NO_SETTINGS = {
+    "params", "lr", "initial_lr", "defaults", "param_groups", "state", "_opt_called", "_step_count",
+    "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured",
+}  # fmt: skip
 
 
 class _Numbers(TorchFunctionMode):

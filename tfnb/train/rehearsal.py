@@ -1,4 +1,4 @@
-"""Steps of a user's optimizer class on plain copies: the first values of its state, and whether a graph can repeat it.
+"""Steps of a user's optimizer class on plain copies: the first values of its state, and a comparison with a graph.
 
 A graph has the tensors and numbers of ``state[p]`` as Variables, and all else as constants. So the steps of one copy
 that lives on are compared with steps of new copies that get these entries alone. Nothing of the user's is written.
@@ -24,7 +24,7 @@ INSTEAD = "write its rule as a tfnb.train.Optimizer, or step it between runs"
 
 
 class FirstValue(NamedTuple):
-    """The first value of an entry of a state as a tensor, and the number of Python that it is, if it is one."""
+    """The first value of an entry of a state as a tensor, and as a number of Python or None."""
 
     tensor: torch.Tensor
     number: float | None
@@ -56,7 +56,7 @@ class FirstValues(Entries):
 
 
 class PlainCopy:
-    """A copy of an optimizer with all that its attributes and groups hold, on copies of its Parameters."""
+    """A copy of an optimizer with its attributes and groups, on copies of its Parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, twin: object, values: Sequence[torch.Tensor]) -> None:
         places = [p for group in optimizer.param_groups for p in group["params"]]
@@ -139,7 +139,7 @@ class Rehearsal:
         return copy
 
     def _moving(self, values: Sequence[torch.Tensor], state: Sequence[Entries]) -> PlainCopy:
-        """A copy whose learning rate is not 0, as it is at the begin of a warm-up: that would hide differences."""
+        """A copy with a learning rate above 0: one of 0, at the begin of a warm-up, would hide differences."""
         copy = self._copy(values, state)
         for group in copy.groups:
             group["lr"] = group["lr"] if float(group["lr"]) else 0.1
@@ -168,7 +168,7 @@ class Rehearsal:
                     raise Unsupported(refused_change(self._label, f"param_groups[...][{name!r}]"))
 
     def _refuse_entries(self, whole: Entries, part: Entries, before: Entries, kept: Entries) -> None:
-        """Raise Unsupported for the state of one Parameter that a graph would lose or change otherwise."""
+        """Raise Unsupported for an entry of a Parameter with another value in a graph."""
         if gone := [name for name in kept if name not in whole or name not in part]:
             self._refuse(f"drops state[{gone[0]!r}]", "begin it in the first step and keep it")
         for name, value in whole.items():
@@ -211,13 +211,13 @@ def _random_grads(values: Sequence[torch.Tensor], seed: int) -> list[torch.Tenso
 
 
 def _differing(first: Mapping[str, FirstValue], again: Mapping[str, FirstValue]) -> list[str]:
-    """Entries of a state that two rehearsals begin with other values."""
+    """Names of entries with another first value in the second rehearsal."""
     both = first.keys() & again.keys()
     return [*(first.keys() ^ again.keys()), *(n for n in both if not torch.equal(first[n].tensor, again[n].tensor))]
 
 
 def _near(a: Any, b: Any) -> bool:
-    """True for two tensors or numbers that are equal but for rounding of the last digits."""
+    """True for two tensors or numbers equal but for rounding of the last digits."""
     a, b = (torch.as_tensor(x, dtype=None if isinstance(x, torch.Tensor) else torch.float64) for x in (a, b))
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -236,6 +236,13 @@ def _same(a: Any, b: Any) -> bool:
         a, b = (x.values() if isinstance(x, dict) else x for x in (a, b))
         return len(a) == len(b) and all(map(_same, a, b))
     return not isinstance(a, _PLAIN) or (type(a) is type(b) and (a == b or a != a))
+
+
+def is_plain(value: object) -> bool:
+    """True for numbers and strings, also in containers."""
+    if isinstance(value, (list, tuple, dict)):
+        return all(map(is_plain, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _PLAIN)
 
 
 def _shares(value: Any, grad: torch.Tensor) -> bool:
