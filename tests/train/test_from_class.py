@@ -679,7 +679,7 @@ def test_an_attribute_that_changed_is_refused_in_a_run() -> None:
         step = optimizer.step()
     tfnb.run(step, {x: batches()[1]})
     optimizer.mixed[0] = 0.25
-    with pytest.raises(FailedPrecondition, match=r"OwnRate: mixed was \[0\.5\], and is \[0\.25\] now"):
+    with pytest.raises(FailedPrecondition, match=r"OwnRate: self\.mixed was \[0\.5\], and is \[0\.25\] now"):
         tfnb.run(step, {x: batches()[1]})
 
 

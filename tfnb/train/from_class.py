@@ -251,7 +251,7 @@ class FromClass(FromTorch):
 
     def _settings(self, number: int) -> dict[str, Any]:
         """The settings of a group and the plain attributes of the optimizer, as constants of a recorded step."""
-        mine = {name: value for name, value in vars(self.optimizer).items() if name not in _NO_SETTINGS}
+        mine = {f"self.{name}": value for name, value in vars(self.optimizer).items() if name not in _NO_SETTINGS}
         group = {name: value for name, value in self.optimizer.param_groups[number].items() if name not in _NO_SETTINGS}
         both = {
             n: x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for n, x in {**mine, **group}.items()
