@@ -360,3 +360,339 @@ def test_a_gradient_that_only_some_runs_have_is_refused() -> None:
         with tfnb.record():
             x, k = tfnb.placeholder(batches()[0]), tfnb.placeholder(torch.tensor(1.0))
             tfnb.autograph(program)(net, optimizer, x, k)
+
+
+# -- classes whose steps a graph would not repeat: each was recorded once, with wrong numbers --------------------------
+
+
+class Ruled(torch.optim.Optimizer):
+    """Its subclasses say what happens to one Parameter; ``kept`` is its state."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "decay": 0.9})
+        self.set_up([p for group in self.param_groups for p in group["params"]])
+
+    def set_up(self, params: list[Any]) -> None: ...
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None: ...
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.rule(p, group, self.state[p])
+
+
+class CountsFromOne(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        kept["n"] = kept.get("n", 0) + 1
+        p.add_(p.grad, alpha=-group["lr"] / kept["n"])
+
+
+class BeginsAtOne(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        if "n" not in kept:
+            kept["n"] = 1
+        else:
+            kept["n"] += 1
+        p.add_(p.grad, alpha=-group["lr"] / kept["n"])
+
+
+class FirstIsUndamped(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        if "m" not in kept:
+            kept["m"] = torch.zeros_like(p)
+            kept["m"].add_(p.grad)
+        else:
+            kept["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+        p.add_(kept["m"], alpha=-group["lr"])
+
+
+class FirstOnlyBegins(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        if not kept:
+            kept["m"] = torch.zeros_like(p)
+            return
+        kept["m"].mul_(0.9).add_(p.grad)
+        p.add_(kept["m"], alpha=-group["lr"])
+
+
+class OneTensorTwice(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        if not kept:
+            kept["a"] = kept["b"] = torch.zeros_like(p)
+        kept["a"].mul_(0.9).add_(p.grad)
+        p.add_(kept["b"], alpha=-group["lr"])
+
+
+class BoolInState(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        kept["odd"] = not kept.get("odd", False)
+        p.add_(p.grad, alpha=-group["lr"] if kept["odd"] else -0.1 * group["lr"])
+
+
+class StringInState(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        p.add_(p.grad, alpha=-group["lr"] * (1 if kept.setdefault("phase", "a") == "a" else 0.25))
+        kept["phase"] = "b"
+
+
+class ListInState(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        (buffer,) = kept.setdefault("buffers", [torch.zeros_like(p)])
+        p.add_(buffer.mul_(0.9).add_(p.grad), alpha=-group["lr"])
+
+
+class DictInState(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        buffer = kept.setdefault("d", {"m": torch.zeros_like(p)})["m"]
+        p.add_(buffer.mul_(0.9).add_(p.grad), alpha=-group["lr"])
+
+
+class TupleInState(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        (buffer,) = kept.get("m", (torch.zeros_like(p),))
+        kept["m"] = (0.9 * buffer + p.grad,)
+        p.add_(kept["m"][0], alpha=-group["lr"])
+
+
+class History(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        history = kept.setdefault("history", [])
+        history.append(p.grad.clone())
+        p.add_(sum(history) / len(history), alpha=-group["lr"])
+
+
+class BufferInItself(Ruled):
+    def set_up(self, params: list[Any]) -> None:
+        self.buffers = [torch.zeros_like(p) for p in params]
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        buffer = self.buffers[[q is p for q in group["params"]].index(True)]
+        p.add_(buffer.mul_(0.9).add_(p.grad), alpha=-group["lr"])
+
+
+class BuffersByParameter(Ruled):
+    def set_up(self, params: list[Any]) -> None:
+        self.buffers: dict[Any, Any] = {}
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        if p not in self.buffers:
+            self.buffers[p] = torch.zeros_like(p)
+        p.add_(self.buffers[p].mul_(0.9).add_(p.grad), alpha=-group["lr"])
+
+
+class CountInDict(Ruled):
+    def set_up(self, params: list[Any]) -> None:
+        self.counts = {"n": 0}
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        self.counts["n"] += 1
+        p.add_(p.grad, alpha=-group["lr"] / self.counts["n"])
+
+
+class CountInTensor(Ruled):
+    def set_up(self, params: list[Any]) -> None:
+        self.total = torch.zeros((), dtype=torch.float64)
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        self.total += 1
+        p.sub_(group["lr"] * p.grad / self.total)
+
+
+class TensorInGroup(Ruled):
+    def set_up(self, params: list[Any]) -> None:
+        self.param_groups[0]["t"] = torch.zeros((), dtype=torch.float64)
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        group["t"].add_(1)
+        p.sub_(group["lr"] * p.grad / group["t"])
+
+
+class DropsGradient(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        p.add_(p.grad, alpha=-group["lr"])
+        p.grad = None
+
+
+class KeepsGradient(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        if not kept:
+            kept["before"] = torch.zeros_like(p)
+        p.add_(p.grad + 0.5 * kept["before"], alpha=-group["lr"])
+        kept["before"] = p.grad
+
+
+WRONG = [
+    (CountsFromOne, r"another state\['n'\] by its first step.*state\.setdefault\('n', 0\)"),
+    (BeginsAtOne, r"another state\['n'\] by its first step"),
+    (FirstIsUndamped, r"another state\['m'\] by its first step"),
+    (FirstOnlyBegins, r"another state\['m'\] by its first step"),
+    (OneTensorTwice, r"another state\['\w'\] by its first step.*not another entry's tensor"),
+    (BoolInState, r"keeps state\['odd'\], which is a bool"),
+    (StringInState, r"keeps state\['phase'\], which is a str"),
+    (ListInState, r"keeps state\['buffers'\], which is a list"),
+    (DictInState, r"keeps state\['d'\], which is a dict"),
+    (TupleInState, r"keeps state\['m'\], which is a tuple"),
+    (History, r"keeps state\['history'\], which is a list"),
+    (BufferInItself, "changes its attribute buffers"),
+    (BuffersByParameter, "changes its attribute buffers"),
+    (CountInDict, "changes its attribute counts"),
+    (CountInTensor, "changes its attribute total"),
+    (TensorInGroup, r"changes param_groups\[\.\.\.\]\['t'\]"),
+    (DropsGradient, r"replaces or drops p\.grad.*zero_grad\(\) after step\(\)"),
+    (KeepsGradient, r"keeps the gradient itself in state\['before'\].*p\.grad\.clone\(\)"),
+]
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.0])
+@pytest.mark.parametrize(("kind", "text"), WRONG)
+def test_a_step_that_lives_on_otherwise_than_a_graph_is_refused(kind: Any, text: str, rate: float) -> None:
+    net, optimizer = made(kind, lr=rate)
+    before, own = copy.deepcopy(net.state_dict()), copy.deepcopy(getattr(optimizer, "buffers", None))
+    with pytest.raises(Unsupported, match=rf"{kind.__name__}\.step\(\).*{text}"), tfnb.record():
+        net(tfnb.placeholder(batches()[0])).sum().backward()
+        optimizer.step()
+    assert not optimizer.state
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert kind is not BufferInItself or all(map(torch.equal, optimizer.buffers, own))
+
+
+class CountsByDefault(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        kept.setdefault("n", 0)
+        kept["n"] += 1
+        p.add_(p.grad, alpha=-group["lr"] / kept["n"])
+
+
+class WritesGradient(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        p.grad.add_(p, alpha=0.1)
+        p.add_(p.grad, alpha=-group["lr"])
+
+
+class SizesByRate(Ruled):
+    """Its state begins with the learning rate of the first step."""
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        if not kept:
+            kept["before"], kept["size"] = torch.zeros_like(p), torch.full_like(p, group["lr"])
+        kept["size"].mul_(torch.where(p.grad * kept["before"] > 0, 1.2, 0.5))
+        kept["before"].copy_(p.grad)
+        p.sub_(p.grad.sign() * kept["size"])
+
+
+class EveryThird(Ruled):
+    def set_up(self, params: list[Any]) -> None:
+        for p in params:
+            self.state[p].update(n=0, slow=p.detach().clone())
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        kept["n"] += 1
+        p.add_(p.grad, alpha=-group["lr"])
+        if kept["n"] % 3 == 0:
+            p.copy_(kept["slow"].lerp_(p, 0.5))
+
+
+class ReadsItself(Ruled):
+    def set_up(self, params: list[Any]) -> None:
+        self.mixed, self.scales, self.all = 0.8, {"m": [0.5]}, params
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        kept.setdefault("m", torch.zeros_like(p)).mul_(self.mixed).add_(p.grad, alpha=self.scales["m"][0])
+        p.sub_(group["lr"] * kept["m"] / len(self.all))
+
+
+RIGHT = [CountsByDefault, WritesGradient, SizesByRate, EveryThird, ReadsItself]
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.0])
+@pytest.mark.parametrize("kind", RIGHT)
+def test_six_runs_of_a_step_that_a_graph_repeats(kind: Any, rate: float) -> None:
+    (plain, optimizer), (net, recorded) = made(kind, lr=rate), made(kind, lr=rate)
+    with tfnb.record():
+        x = tfnb.placeholder(batches()[0])
+        always(net, recorded, x, torch.tensor(1.0))
+        step = tfnb.effects()
+    for opt in (optimizer, recorded):
+        opt.param_groups[0]["lr"] = 0.04
+    for batch in (*batches(), *batches()[:2]):
+        tfnb.run(step, {x: batch})
+        always(plain, optimizer, batch, torch.tensor(1.0))
+        assert_same(net, plain)
+
+
+@pytest.mark.parametrize("clear", [lambda opt, start: opt.load_state_dict(start), lambda opt, start: opt.state.clear()])
+@pytest.mark.parametrize("kind", [CountsByDefault, SizesByRate, ReadsItself, Lion, Counting])
+def test_a_state_that_was_cleared_begins_anew(kind: Any, clear: Any) -> None:
+    (plain, optimizer), (net, recorded) = made(kind), made(kind)
+    start = recorded.state_dict()
+    with tfnb.record():
+        x = tfnb.placeholder(batches()[0])
+        always(net, recorded, x, torch.tensor(1.0))
+        step = tfnb.effects()
+    for turn in range(2):
+        for batch in batches():
+            tfnb.run(step, {x: batch})
+            always(plain, optimizer, batch, torch.tensor(1.0))
+            assert_same(net, plain)
+        if not turn:
+            clear(recorded, copy.deepcopy(start))
+            optimizer.state.clear()
+
+
+def test_a_cleared_state_that_a_step_does_not_begin_is_refused_in_a_run() -> None:
+    net, recorded = made(EveryThird)
+    with tfnb.record():
+        x = tfnb.placeholder(batches()[0])
+        net(x).sum().backward()
+        step = recorded.step()
+    recorded.state.clear()
+    with pytest.raises(FailedPrecondition, match=r"EveryThird: state\['\w+'\] is gone.*load a state_dict"):
+        tfnb.run(step, {x: batches()[1]})
+
+
+def test_a_step_in_sixteen_bits_is_refused_by_name() -> None:
+    p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = Lion([p])
+    with pytest.raises(Unsupported, match=r"Lion\.step\(\).*torch\.bfloat16.*float32"), tfnb.record():
+        (p * tfnb.placeholder(torch.ones(3, dtype=torch.bfloat16))).sum().backward()
+        optimizer.step()
+
+
+class OwnRate(Ruled):
+    """It uses no learning rate of a group."""
+
+    def set_up(self, params: list[Any]) -> None:
+        self.rate, self.mixed = 0.1, [0.5]
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        p.sub_(p.grad * (self.rate * self.mixed[0]))
+
+
+def test_an_attribute_that_changed_is_refused_in_a_run() -> None:
+    net, optimizer = made(OwnRate)
+    with tfnb.record():
+        x = tfnb.placeholder(batches()[0])
+        net(x).sum().backward()
+        step = optimizer.step()
+    tfnb.run(step, {x: batches()[1]})
+    optimizer.mixed[0] = 0.25
+    with pytest.raises(FailedPrecondition, match=r"OwnRate: self\.mixed was \[0\.5\], and is \[0\.25\] now"):
+        tfnb.run(step, {x: batches()[1]})
+
+
+def test_the_first_graph_holds_to_its_settings_after_another_recording() -> None:
+    net, optimizer = made(Lion)
+    steps = []
+    for decay in (0.1, 0.2):
+        optimizer.param_groups[0]["weight_decay"] = decay
+        with tfnb.record():
+            x = tfnb.placeholder(batches()[0])
+            net(x).sum().backward()
+            steps.append((optimizer.step(), x))
+    (first, x), (second, y) = steps
+    tfnb.run(second, {y: batches()[1]})
+    with pytest.raises(FailedPrecondition, match=r"weight_decay was 0\.1, and is 0\.2 now"):
+        tfnb.run(first, {x: batches()[1]})

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from copy import copy
+from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -29,9 +29,9 @@ from tfnb.recording.subgraphs.own_gradient import sealed
 from tfnb.recording.values.variables import known
 from tfnb.train.from_torch import FromTorch
 from tfnb.train.optimizer import Optimizer, Pair, Rate
+from tfnb.train.rehearsal import INSTEAD, FirstValue, Rehearsal, is_plain, refused_change
 
 _within: ContextVar[bool] = ContextVar("within", default=False)  # whether a ``step`` of the user's is under way
-_INSTEAD = "write its rule as a tfnb.train.Optimizer, or step it between runs"
 
 
 def has_own_step(kind: type) -> bool:
@@ -62,9 +62,10 @@ class FromClass(FromTorch):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
-        self._rates: dict[int, Variable] = {}  # the learning rates of groups, by their numbers
-        self._settings: dict[int, dict[str, Any]] = {}  # the other settings of groups as recorded
+        self._rates: dict[int, list[tuple[dict[str, Any], Variable]]] = {}  # by group, one for each other settings
+        self._reads: list[Tensor] = []  # of the learning rates in the step that is being recorded
         self._counts: dict[torch.Tensor, set[str]] = {}  # by parameter: entries of its state that are Python numbers
+        self._begins = True  # whether a step begins an empty state as a graph can repeat
         self._targets: list[Variable] = []  # of the step that is being recorded
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -87,62 +88,84 @@ class FromClass(FromTorch):
         return self._kept[key]
 
     def _begin_all(self) -> None:
-        """The first value of each entry of the state: as it is now, or as a step begins it on plain copies."""
+        """The first value of each entry of the state: as it is now, or as a step begins it on plain copies.
+
+        Raises Unsupported for a class whose steps a graph would not repeat.
+        """
+        now = [self._entries(parameter) for parameter, _ in self._places()]
+        found: list[dict[str, FirstValue]] = []
+        try:
+            found = self._rehearsed([{} for _ in now], compare=True)
+            self._begins = True
+        except Exception:  # of torch, or of the user's code: that wants its state made in __init__
+            if not any(now):
+                raise
+            self._begins = False
+        if any(now):
+            found = self._rehearsed(now, compare=True)
+        for (parameter, _), first in zip(self._places(), found, strict=True):
+            self._first[parameter] = {name: value.tensor for name, value in first.items()}
+            self._counts[parameter] = {name for name, value in first.items() if value.number is not None}
+
+    def _rehearsed(self, state: list[dict[str, Any]], *, compare: bool) -> list[dict[str, FirstValue]]:
         with _disable_current_modes(), torch.no_grad():
-            random = torch.default_generator.get_state()
+            random, rehearsal = torch.default_generator.get_state(), Rehearsal(self.optimizer, self, self._call)
             try:
-                tries = [self._rehearsed(shift, grad) for shift, grad in ((0.0, 0.5), (1.0, -0.25))]
+                first = rehearsal.first_values(state)
+                if compare:
+                    rehearsal.compare(state)
+                return first
             finally:
                 torch.default_generator.set_state(random)
-            for (parameter, _), first, again in zip(self._places(), *tries, strict=True):
-                if differ := _differing(first, again):
-                    raise Unsupported(
-                        f"{self._label}.step() begins state[{differ[0]!r}] with a value of the Parameter, its gradient "
-                        f"or a random draw, which only the first run knows: begin it with zeros, or make it in "
-                        f"__init__; else {_INSTEAD}"
-                    )
-                self._first[parameter] = {name: value.tensor for name, value in first.items()}
-                self._counts[parameter] = {name for name, value in first.items() if value.is_number}
-
-    def _rehearsed(self, shift: float, grad: float) -> list[dict[str, FirstValue]]:
-        """The first value of each entry of the state, by Parameter, from one ``step`` on plain copies."""
-        copies: dict[torch.Tensor, torch.Tensor] = {}
-        for parameter, _ in self._places():
-            copies[parameter] = mine = torch.nn.Parameter(parameter.detach() + shift)
-            mine.grad = torch.full_like(mine, grad)
-        begun = {mine: FirstValues(self._entries(parameter)) for parameter, mine in copies.items()}
-        groups = [{**group, "params": [copies[p] for p in group["params"]]} for group in self.optimizer.param_groups]
-        self._call(groups, begun)
-        return [begun[mine].first for mine in copies.values()]
 
     def _entries(self, parameter: torch.Tensor) -> dict[str, Any]:
         return dict(self.optimizer.state.get(parameter, {}))
 
     def _state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """An entry of the state, made when needed outside of a recording; a number becomes a tensor then."""
-        entries = self.optimizer.state.get(parameter, {})
-        if name in entries and isinstance(entries[name], torch.Tensor):
-            return entries[name]
-        if name in entries:
-            self._first[parameter][name].fill_(entries[name])
-        if current.recording() is None:
-            self.optimizer.state[parameter][name] = self._first[parameter][name]
-        return self._first[parameter][name]
+        first, entry = self._first[parameter][name], self.optimizer.state.get(parameter, {}).get(name)
+        if isinstance(entry, torch.Tensor) and entry.dtype == first.dtype:
+            return entry
+        if current.recording() is not None:
+            return first.clone() if entry is None else torch.as_tensor(entry).to(first)
+        if entry is None:
+            self._begin_again(parameter, name)
+        else:
+            self.optimizer.state[parameter][name] = torch.as_tensor(entry).to(first)
+        return self.optimizer.state[parameter][name]
+
+    def _begin_again(self, parameter: torch.Tensor, name: str) -> None:
+        """Fill in missing entries of the state with the first values of a step of now."""
+        if not self._begins:
+            raise FailedPrecondition(
+                f"{self._label}: state[{name!r}] is gone, and step() does not begin it as a graph can repeat: load a "
+                "state_dict that has it, or make the optimizer anew and record its step again"
+            )
+        found = self._rehearsed([{} for _ in self._places()], compare=False)
+        begun = {place: first for (place, _), first in zip(self._places(), found, strict=True)}
+        for place, entry in self._kept:
+            if entry not in self.optimizer.state.get(place, {}):
+                self.optimizer.state[place][entry] = begun[place][entry].tensor
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def _record(self, recorder: Recorder, pairs: Sequence[Pair], rate: Rate) -> list[Tensor]:
         for _, target in pairs:
+            if target.spec.dtype in (torch.float16, torch.bfloat16):
+                raise Unsupported(
+                    f"{self._label}.step(): {target.name} is {target.spec.dtype}, which would round the learning "
+                    f"rate: keep the Parameter in float32; else {INSTEAD}{recorder.tape.at()}"
+                )
             if recorder.autograd.present(target) is not None:
                 raise Unsupported(
                     f"{self._label}.step(): a branch decides whether {target.name} has a .grad, and the step of a "
                     "class of your own is one for all Parameters: call step() inside of the branch"
                     f"{recorder.tape.at()}"
                 )
-        self._targets = [target for _, target in pairs]
+        self._targets, self._reads = [target for _, target in pairs], []
         values = Optimizer._record(self, recorder, pairs, rate)
         recorder.python.updates(self.optimizer, [value.value.node for value in values])
-        return values
+        return [*values, *self._reads]  # a step that uses no learning rate holds to its settings, too
 
     def update_all(
         self, ws: Sequence[torch.Tensor], grads: Sequence[Any], slots: Sequence[Mapping[str, torch.Tensor]], lr: Rate
@@ -164,7 +187,9 @@ class FromClass(FromTorch):
                 for number, group in enumerate(self.optimizer.param_groups)
             ]
             with sealed(recorder, self._refuse), _Numbers():
-                self._call(groups, state, autograph)
+                idle = object.__new__(type(self.optimizer))
+                idle.__dict__.update(vars(self.optimizer))
+                self._call(idle, groups, state, autograph)
         found: list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]] = []
         for mine, kept in zip(stands.values(), slots, strict=True):
             left = state[mine]
@@ -178,12 +203,11 @@ class FromClass(FromTorch):
         return found
 
     def _call(
-        self, groups: list[dict[str, Any]], state: Mapping[torch.Tensor, Any],
+        self, idle: Any, groups: list[dict[str, Any]], state: Mapping[torch.Tensor, Any],
         form: Callable[..., Callable[..., None]] = lambda step: step,
-    ) -> None:  # fmt: skip
-        """Call the user's ``step`` on a copy of the optimizer; raises Unsupported if other attributes change."""
-        idle = object.__new__(type(self.optimizer))
-        own = {name: value for name, value in self.optimizer.__dict__.items() if name not in ("param_groups", "state")}
+    ) -> Mapping[torch.Tensor, Any]:  # fmt: skip
+        """The state after the user's ``step`` on a copy of the optimizer; Unsupported if other attributes change."""
+        own = {name: value for name, value in vars(idle).items() if name not in ("param_groups", "state")}
         settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         entries = made(defaultdict(dict, state))
         idle.__dict__.update(own, param_groups=groups, state=entries)
@@ -196,36 +220,43 @@ class FromClass(FromTorch):
             changed = [name for name in group if name != "params" and group[name] is not before.get(name)]
             if changed:
                 self._refuse_kept(f"param_groups[...][{changed[0]!r}]")
-        now = {name: value for name, value in idle.__dict__.items() if name not in ("param_groups", "state")}
+        now = {name: value for name, value in vars(idle).items() if name not in ("param_groups", "state")}
         if changed := [name for name in now if name not in own or now[name] is not own[name]]:
             self._refuse_kept(f"its attribute {changed[0]}")
         if len(idle.state) != len(state):
             self._refuse_kept("self.state of what is no Parameter with a gradient")
+        return idle.state
 
     def _refuse_kept(self, what: str) -> None:
-        raise Unsupported(
-            f"{self._label}.step() changes {what}, which would be a constant of the graph: keep it in self.state[p], "
-            f"or {_INSTEAD}"
-        )
+        raise Unsupported(refused_change(self._label, what))
 
     def _refuse(self, how: str) -> None:
         raise Unsupported(
             f"{self._label}.step() takes a value as a Python number by {how}, which would be a constant of the graph: "
-            f"keep it a tensor, or {_INSTEAD}"
+            f"keep it a tensor (x ** 0.5 in place of math.sqrt(x)), or {INSTEAD}"
         )
 
     # -- settings ----------------------------------------------------------------------------------------------------
 
     def _rate(self, recorder: Recorder, number: int) -> Any:
         """The learning rate of a group, as each run finds it."""
-        group = self.optimizer.param_groups[number]
-        self._settings[number] = _plain_settings(group)
-        if number not in self._rates:
+        settings, recorded = self._settings(number), self._rates.setdefault(number, [])
+        if all(before != settings for before, _ in recorded):
             label = f"{self._label}/lr{f'_{number}' if number else ''}"
-            find, ready = partial(self._lr, number), partial(self._hold_to, number)
+            find, ready = partial(self._lr, number), partial(self._hold_to, number, settings)
             with _disable_current_modes():
-                self._rates[number] = Variable.looked_up(find, name=label, leads=self, ready=ready)
-        return as_number(recorder.read(self._rates[number]).clone())
+                recorded.append((settings, Variable.looked_up(find, name=label, leads=self, ready=ready)))
+        self._reads.append(recorder.read(next(rate for before, rate in recorded if before == settings)))
+        return as_number(self._reads[-1].clone())
+
+    def _settings(self, number: int) -> dict[str, Any]:
+        """The settings of a group and the plain attributes of the optimizer, as constants of a recorded step."""
+        mine = {f"self.{name}": value for name, value in vars(self.optimizer).items() if name not in _NO_SETTINGS}
+        group = {name: value for name, value in self.optimizer.param_groups[number].items() if name not in _NO_SETTINGS}
+        both = {
+            n: x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for n, x in {**mine, **group}.items()
+        }
+        return {name: deepcopy(value) for name, value in both.items() if is_plain(value)}
 
     def _lr(self, number: int) -> torch.Tensor:
         if current.recording() is None:
@@ -233,10 +264,9 @@ class FromClass(FromTorch):
         with _disable_current_modes():
             return torch.tensor(float(self.optimizer.param_groups[number]["lr"]), dtype=torch.float64)
 
-    def _hold_to(self, number: int) -> None:
+    def _hold_to(self, number: int, before: dict[str, Any]) -> None:
         """Raise FailedPrecondition in a run whose group has other settings than were recorded."""
-        now, before = _plain_settings(self.optimizer.param_groups[number]), self._settings[number]
-        if current.recording() is None and now != before:
+        if current.recording() is None and (now := self._settings(number)) != before:
             name = next(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
             raise FailedPrecondition(
                 f"{self._label}: {name} was {before.get(name)}, and is {now.get(name)} now (group {number}): the "
@@ -248,48 +278,10 @@ class FromClass(FromTorch):
         return f"from_torch({self._label})"
 
 
-def _plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: copy(value) for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
-
-
-class FirstValue(NamedTuple):
-    """The first value of an entry of a state, and whether it is a number of Python."""
-
-    tensor: torch.Tensor
-    is_number: bool
-
-
-class FirstValues(dict[str, Any]):
-    """The state of one Parameter in a rehearsal; ``first`` has the first value of each entry, as a tensor."""
-
-    def __init__(self, entries: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.first: dict[str, FirstValue] = {}
-        for name, value in entries.items():
-            self[name] = value.clone() if isinstance(value, torch.Tensor) else value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if name not in self and is_number:
-            self.first[name] = FirstValue(torch.tensor(float(value), dtype=torch.float64), is_number=True)
-        elif name not in self and isinstance(value, torch.Tensor):
-            self.first[name] = FirstValue(value.detach().clone(), is_number=False)
-        super().__setitem__(name, value)
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
-
-def _differing(first: Mapping[str, FirstValue], again: Mapping[str, FirstValue]) -> list[str]:
-    """Entries of a state that two rehearsals begin with other values."""
-    both = first.keys() & again.keys()
-    return [*(first.keys() ^ again.keys()), *(n for n in both if not torch.equal(first[n].tensor, again[n].tensor))]
+_NO_SETTINGS = {
+    "params", "lr", "initial_lr", "defaults", "param_groups", "state", "_opt_called", "_step_count",
+    "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured",
+}  # fmt: skip
 
 
 class _Numbers(TorchFunctionMode):
