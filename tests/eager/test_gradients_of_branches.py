@@ -292,6 +292,45 @@ def freezes_and_trains_again(net: Any, opt: Any, x: torch.Tensor, k: torch.Tenso
     return loss
 
 
+@program(9.0, 0.0, 9.0, 0.0)
+def scales_a_gradient_that_is_there(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
+    opt.zero_grad()
+    loss = net(x).square().mean()
+    if loss < k:
+        loss.backward()
+    for p in net.parameters():
+        if p.grad is not None:
+            p.grad = p.grad * 0.5
+    opt.step()
+    return loss
+
+
+@program(-1.0, 1.0, -2.0, 3.0)
+def puts_a_gradient_back(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
+    opt.zero_grad()
+    loss = net(x).square().mean()
+    if k > 0:
+        loss.backward()
+    kept = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    opt.zero_grad()
+    for p, g in zip(net.parameters(), kept, strict=True):
+        p.grad = g
+    opt.step()
+    return loss
+
+
+@program(-1.0, 1.0, -2.0, 3.0)
+def gives_a_gradient_of_its_own(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
+    opt.zero_grad()
+    loss = net(x).square().mean()
+    if k > 0:
+        loss.backward()
+    for p in net.parameters():
+        p.grad = p.detach() * 0.1
+    opt.step()
+    return loss
+
+
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda parameters: torch.optim.AdamW(parameters, 0.05),

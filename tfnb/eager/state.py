@@ -49,6 +49,7 @@ class AutogradState:
             self._retained.__contains__, self._forget, "retain_grad() of {names} is called", "call it outside"
         )
         self._present = WeakIdKeyDictionary()  # of gradients that only some runs have: a recorded truth value
+        self._asked: dict[Value, tuple[Holder, torch.Tensor]] = {}  # those that the program took, with their presence
 
     # -- in regions: what one leaves, and what is there below -----------------------------------------------------
 
@@ -110,8 +111,10 @@ class AutogradState:
         """The gradient so far of a Variable or tensor."""
         var = None if isinstance(tensor, Tensor | Variable) else known(tensor)
         holder = tensor if var is None else var
-        found = self.held(holder)
+        found, present = self.held(holder), self.present(holder)
         self.recorder.carried.read(holder, found)
+        if isinstance(found, Tensor) and present is not None:
+            self._asked[self.recorder.look(found).value] = holder, present
         return found
 
     def held(self, holder: Holder) -> torch.Tensor | None:
@@ -134,6 +137,24 @@ class AutogradState:
         if grad.dtype != holder.dtype:
             raise InvalidArgument(f"a .grad of {grad.dtype} was assigned to a tensor of {holder.dtype}{at()}")
         self._grads[holder] = grad
+        if isinstance(grad, Tensor) and (present := self._presence_of(holder, grad)) is not None:
+            self._present[holder] = present
+
+    def _presence_of(self, holder: Holder, grad: Tensor) -> torch.Tensor | None:
+        """Whether a run has a gradient that the program computed from the holder's own one: plain PyTorch has either
+        both or none.
+        """
+        asked = {value: present for value, (of, present) in self._asked.items() if of is holder}
+        first = min((value.node for value in asked), default=0)
+        ahead, seen = [self.recorder.look(grad).value] if asked else [], set[int]()
+        while ahead:
+            value = ahead.pop()
+            if value in asked:
+                return asked[value]
+            if value.node >= first and value.node not in seen:
+                seen.add(value.node)
+                ahead += self.recorder.node(value.node).inputs
+        return None
 
     def present(self, holder: Holder) -> torch.Tensor | None:
         """Whether a run has the gradient, which is zeros otherwise; None for one that each run has."""
