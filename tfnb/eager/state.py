@@ -35,6 +35,7 @@ class SavedGradients:
 
     grads: WeakIdKeyDictionary
     present: WeakIdKeyDictionary
+    asked: dict[Value, tuple[Holder, torch.Tensor]]
 
 
 class AutogradState:
@@ -55,11 +56,11 @@ class AutogradState:
 
     def saved(self) -> SavedGradients:
         """A copy of the gradients, for `put_back`."""
-        return SavedGradients(copy(self._grads), copy(self._present))
+        return SavedGradients(copy(self._grads), copy(self._present), copy(self._asked))
 
     def put_back(self, saved: SavedGradients) -> None:
         """Restore the saved gradients. Hooks of values of a region stay: its gradient is recorded later."""
-        self._grads, self._present = copy(saved.grads), copy(saved.present)
+        self._grads, self._present, self._asked = copy(saved.grads), copy(saved.present), copy(saved.asked)
 
     def holders(self) -> list[Holder]:
         """The Variables and tensors that have a gradient."""
