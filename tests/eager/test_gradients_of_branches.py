@@ -292,6 +292,45 @@ def freezes_and_trains_again(net: Any, opt: Any, x: torch.Tensor, k: torch.Tenso
     return loss
 
 
+@program(9.0, 0.0, 9.0, 0.0)
+def scales_a_gradient_that_is_there(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
+    opt.zero_grad()
+    loss = net(x).square().mean()
+    if loss < k:
+        loss.backward()
+    for p in net.parameters():
+        if p.grad is not None:
+            p.grad = p.grad * 0.5
+    opt.step()
+    return loss
+
+
+@program(-1.0, 1.0, -2.0, 3.0)
+def puts_a_gradient_back(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
+    opt.zero_grad()
+    loss = net(x).square().mean()
+    if k > 0:
+        loss.backward()
+    kept = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    opt.zero_grad()
+    for p, g in zip(net.parameters(), kept, strict=True):
+        p.grad = g
+    opt.step()
+    return loss
+
+
+@program(-1.0, 1.0, -2.0, 3.0)
+def gives_a_gradient_of_its_own(net: Any, opt: Any, x: torch.Tensor, k: torch.Tensor) -> Any:
+    opt.zero_grad()
+    loss = net(x).square().mean()
+    if k > 0:
+        loss.backward()
+    for p in net.parameters():
+        p.grad = p.detach() * 0.1
+    opt.step()
+    return loss
+
+
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda parameters: torch.optim.AdamW(parameters, 0.05),
@@ -414,6 +453,167 @@ def test_what_only_some_runs_would_mark_is_left_to_python_and_its_guard(function
     torch.testing.assert_close(tfnb.run(grad, {x: rows, k: -1.0}), want)
     with pytest.raises(BranchChanged, match=why):
         tfnb.run(grad, {x: rows, k: 3.0})
+
+
+def hook_removed(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    h = net[0](x)
+    handle = h.register_hook(lambda g: g * 2)
+    if k > 0:
+        handle.remove()
+    return net[2](h).sum()
+
+
+def hook_of_a_parameter_removed(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    handle = net[0].weight.register_hook(lambda g: g * 3)
+    loss = net(x).sum()
+    if k > 0:
+        handle.remove()
+    return loss
+
+
+def hook_of_a_module(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    if k > 0:
+        net[1].register_forward_hook(lambda module, given, y: y * 2)
+    return net(x).sum()
+
+
+def hook_of_a_module_removed(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    handle = net[1].register_forward_hook(lambda module, given, y: y * 2)
+    if k > 0:
+        handle.remove()
+    loss = net(x).sum()
+    handle.remove()
+    return loss
+
+
+def hook_after_accumulation(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def triple(p: Any) -> None:
+        p.grad.mul_(3)
+
+    if k > 0:
+        net[0].weight.register_post_accumulate_grad_hook(triple)
+    return net(x).sum()
+
+
+def detached(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    h = net[0](x)
+    if k > 0:
+        h.detach_()
+    return net[2](h).sum() + net[0].weight.sum()
+
+
+def leaf_of_outside(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    z = x.detach().clone()
+    if k > 0:
+        z.requires_grad_(True)
+    return net(z).sum() * (2 if z.requires_grad else 1)
+
+
+def no_leaf_any_more(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    z = x.detach().clone().requires_grad_(True)
+    if k > 0:
+        z.requires_grad = False
+    return net(z).sum() * (2 if z.requires_grad else 1)
+
+
+def retained(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    h = net[0](x)
+    if k > 0:
+        h.retain_grad()
+    return net[2](h).sum() * (2 if h.retains_grad else 1)
+
+
+def mode_of_a_module(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    net.train()
+    if k > 0:
+        net.eval()
+    return net(x).sum() * (2 if net.training else 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*Python took the (True|False) branch")
+@pytest.mark.parametrize("first", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (hook_removed, "a hook of what lies outside is registered or removed inside of a branch"),
+        (hook_of_a_parameter_removed, "a hook of what lies outside is registered or removed inside of a branch"),
+        (hook_of_a_module, "a hook of what lies outside is registered or removed inside of a branch"),
+        (hook_of_a_module_removed, "a hook of what lies outside is registered or removed inside of a branch"),
+        (hook_after_accumulation, "a hook of what lies outside is registered or removed inside of a branch"),
+        (detached, r"detach_\(\) of .* in which it is not computed"),
+        (leaf_of_outside, "requires_grad of .* is changed inside of a branch"),
+        (no_leaf_any_more, "requires_grad of .* is changed inside of a branch"),
+        (retained, r"retain_grad\(\) of .* is called inside of a branch"),
+        (mode_of_a_module, r"train\(\) or eval\(\) of .* changes its mode inside of a branch"),
+    ],
+)
+def test_python_state_that_only_some_runs_would_change_is_left_to_python(
+    function: Any, why: str, first: float
+) -> None:  # fmt: skip
+    def gradient(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        net.zero_grad()
+        function(net, x, k).backward()
+        return net[0].weight.grad * 1
+
+    rows = torch.ones(4, 3, dtype=torch.float64)
+    net, _ = made()
+    with tfnb.record():
+        x, k = tfnb.placeholder(rows), tfnb.placeholder(torch.tensor(first))
+        grad = tfnb.autograph(gradient)(net, x, k)
+    ran = 0
+    for number in (1.0, -1.0, 2.0, -2.0):
+        plain, _ = made()
+        want = gradient(plain, rows, torch.tensor(number))
+        if (number > 0) is (first > 0):
+            torch.testing.assert_close(tfnb.run(grad, {x: rows, k: number}), want)
+            ran += 1
+        else:
+            with pytest.raises(BranchChanged, match=why):
+                tfnb.run(grad, {x: rows, k: number})
+    assert ran == 2
+
+
+@pytest.mark.parametrize("first", [1.0, -1.0])
+def test_state_that_a_branch_leaves_as_it_was_may_change_inside(first: float) -> None:
+    def loss_of(net: Any, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        if k > 0:
+            handle = net[1].register_forward_hook(lambda module, given, y: y * 2)
+            net.eval()
+            leaf = net(x).detach_().requires_grad_(True)
+            hook = leaf.register_hook(lambda g: g * 2)
+            hook.remove()
+            y = leaf * 3
+            y.retain_grad()
+            net.train()
+            handle.remove()
+        else:
+            y = net(x)
+        return y.sum()
+
+    rows = torch.ones(4, 3, dtype=torch.float64)
+    net, _ = made()
+    with tfnb.record() as graph:
+        x, k = tfnb.placeholder(rows), tfnb.placeholder(torch.tensor(first))
+        loss = tfnb.autograph(loss_of)(net, x, k)
+    assert any(node.op == "tfnb.cond" for node in graph.nodes)
+    assert net.training and not net[1]._forward_hooks
+    for number in (1.0, -1.0, 2.0, -2.0):
+        torch.testing.assert_close(
+            tfnb.run(loss, {x: rows, k: number}), loss_of(made()[0], rows, torch.tensor(number)).detach()
+        )
+
+
+def test_a_loop_that_sets_the_mode_of_a_module_is_refused() -> None:
+    def body(i: torch.Tensor) -> torch.Tensor:
+        net.eval()
+        return i + net(x).sum().abs()
+
+    net, _ = made()
+    rows = torch.ones(4, 3, dtype=torch.float64)
+    with pytest.raises(Unsupported, match=r"train\(\) or eval\(\) of .* changes its mode"), tfnb.record():
+        x, k = tfnb.placeholder(rows), tfnb.placeholder(torch.tensor(2.0, dtype=torch.float64))
+        tfnb.while_loop(lambda i: i < k, body, (torch.zeros((), dtype=torch.float64),))
+    assert net.training
 
 
 def test_a_grad_that_only_some_runs_have_is_noted_where_the_program_asks() -> None:

@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from tfnb.eager.backward import autograd_backward, autograd_grad, tensor_backward
 from tfnb.eager.outside import explained
-from tfnb.eager.state import AutogradState, flag
+from tfnb.eager.state import AutogradState
 from tfnb.eager.steps import recorded_steps
 from tfnb.errors import Unsupported
 from tfnb.graph import Node, current
 from tfnb.recording import Recorder, Tensor
+from tfnb.recording.marks.lasting_state import FLAG, flag
 from tfnb.recording.marks.user_code import is_foreign
 from tfnb.recording.overrides.override_table import OVERRIDES, Stage, override
 from tfnb.recording.values.variables import known
@@ -109,7 +110,7 @@ def _freeze(state: AutogradState, tensor: torch.Tensor, requires_grad: bool = Tr
         state.reread(var, thawed=requires_grad)
         state.recorder.python.sets_flag(var)
     if flag(tensor) != requires_grad:
-        state.flagged.append(tensor)
+        state.recorder.lasting.keep(FLAG, tensor)
     return tensor.requires_grad_(requires_grad)
 
 
@@ -139,6 +140,19 @@ def _hook_outside(state: AutogradState, tensor: torch.Tensor, hook: Callable[...
     return NotImplemented
 
 
+def _detach(state: AutogradState, tensor: torch.Tensor) -> Any:
+    """``detach_``: an ordinary op, refused in branches for a tensor of outside, whose history each run would lose."""
+    inside = state.recorder.inside
+    if inside and inside[-1].is_outer(tensor):
+        name = getattr(state.holder(tensor), "name", "a Parameter")
+        raise Unsupported(
+            f"detach_() of {name} inside of a branch, loop or function of the graph in which it is not computed, which "
+            f"a run may leave out: bind the name to `detach()` of it there, as in `h = h.detach()`"
+            f"{state.recorder.tape.at()}"
+        )
+    return NotImplemented
+
+
 def _of_kind(recorded: Callable[..., Any], plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """The row of a method: of a recorded tensor, and of a Parameter or another plain one."""
 
@@ -158,6 +172,8 @@ _METHODS: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.requires_grad_: _of_kind(AutogradState.mark, _freeze),
     torch.Tensor.is_leaf.__get__: _of_kind(AutogradState.is_leaf),  # type: ignore[attr-defined]
     torch.Tensor.grad_fn.__get__: _of_kind(_grad_fn),  # type: ignore[attr-defined,union-attr]
+    torch.Tensor.detach_: _detach,
+    torch.detach_: _detach,
     torch.Tensor.retain_grad: _of_kind(AutogradState.retain),
     torch.Tensor.retains_grad.__get__: _of_kind(AutogradState.is_retained),  # type: ignore[attr-defined]
     torch.Tensor.register_hook: _of_kind(AutogradState.register_hook, _hook_outside),

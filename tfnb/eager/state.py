@@ -20,6 +20,7 @@ from tfnb.gradients.presence import Presence, either
 from tfnb.gradients.walker import Walk
 from tfnb.graph import Value, Variable
 from tfnb.recording import Recorder, Tensor
+from tfnb.recording.marks.lasting_state import FLAG, Facet, flag, set_flag
 from tfnb.recording.subgraphs.capture import LeftGradient
 from tfnb.recording.values.tape import FROZEN
 from tfnb.recording.values.variables import known
@@ -34,7 +35,7 @@ class SavedGradients:
 
     grads: WeakIdKeyDictionary
     present: WeakIdKeyDictionary
-    flagged: int  # how often requires_grad of a Parameter was changed
+    asked: dict[Value, tuple[Holder, torch.Tensor]]
 
 
 class AutogradState:
@@ -42,44 +43,24 @@ class AutogradState:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.flagged: list[torch.Tensor] = []  # Parameters of which requires_grad was changed, each time
         self.hooks: dict[Value, OrderedDict[int, Callable[..., Any]]] = {}
         self._grads = WeakIdKeyDictionary()  # Variable, recorded tensor or plain tensor -> its gradient
         self._retained = WeakIdKeyDictionary()
+        self._retaining = Facet(
+            self._retained.__contains__, self._forget, "retain_grad() of {names} is called", "call it outside"
+        )
         self._present = WeakIdKeyDictionary()  # of gradients that only some runs have: a recorded truth value
+        self._asked: dict[Value, tuple[Holder, torch.Tensor]] = {}  # those that the program took, with their presence
 
     # -- in regions: what one leaves, and what is there below -----------------------------------------------------
 
     def saved(self) -> SavedGradients:
         """A copy of the gradients, for `put_back`."""
-        return SavedGradients(copy(self._grads), copy(self._present), len(self.flagged))
+        return SavedGradients(copy(self._grads), copy(self._present), copy(self._asked))
 
     def put_back(self, saved: SavedGradients) -> None:
-        """Restore the saved gradients and marks. Hooks of values of a region stay: its gradient is recorded later."""
-        self._grads, self._present = copy(saved.grads), copy(saved.present)
-        self._turn_back(saved)
-
-    def refuse_flags(self, saved: SavedGradients) -> None:
-        """Raise Unsupported where the region that ends here leaves a Parameter frozen or trained that was not."""
-        turned = self._turn_back(saved)
-        if not turned:
-            return
-        found = (known(tensor) for tensor in turned[:3])
-        names = ", ".join("a Parameter" if var is None else var.name for var in found)
-        raise Unsupported(
-            f"requires_grad of {names} is changed inside of a branch or loop, which a run may leave out: change it "
-            f"between runs, or leave a Parameter as it is in some runs by `p.grad = None` behind backward()"
-            f"{self.recorder.tape.at()}"
-        )
-
-    def _turn_back(self, saved: SavedGradients) -> list[torch.Tensor]:
-        """Give Parameters the ``requires_grad`` that they had; each change turned it over. Returns those of another."""
-        flagged = self.flagged[saved.flagged :]
-        turned = [t for t in {id(t): t for t in flagged}.values() if sum(t is each for each in flagged) % 2]
-        for tensor in turned:
-            _set_flag(tensor, not flag(tensor))
-        del self.flagged[saved.flagged :]
-        return turned
+        """Restore the saved gradients. Hooks of values of a region stay: its gradient is recorded later."""
+        self._grads, self._present, self._asked = copy(saved.grads), copy(saved.present), copy(saved.asked)
 
     def holders(self) -> list[Holder]:
         """The Variables and tensors that have a gradient."""
@@ -131,8 +112,10 @@ class AutogradState:
         """The gradient so far of a Variable or tensor."""
         var = None if isinstance(tensor, Tensor | Variable) else known(tensor)
         holder = tensor if var is None else var
-        found = self.held(holder)
+        found, present = self.held(holder), self.present(holder)
         self.recorder.carried.read(holder, found)
+        if isinstance(found, Tensor) and present is not None:
+            self._asked[self.recorder.look(found).value] = holder, present
         return found
 
     def held(self, holder: Holder) -> torch.Tensor | None:
@@ -155,6 +138,24 @@ class AutogradState:
         if grad.dtype != holder.dtype:
             raise InvalidArgument(f"a .grad of {grad.dtype} was assigned to a tensor of {holder.dtype}{at()}")
         self._grads[holder] = grad
+        if isinstance(grad, Tensor) and (present := self._presence_of(holder, grad)) is not None:
+            self._present[holder] = present
+
+    def _presence_of(self, holder: Holder, grad: Tensor) -> torch.Tensor | None:
+        """Whether a run has a gradient that the program computed from the holder's own one: plain PyTorch has either
+        both or none.
+        """
+        asked = {value: present for value, (of, present) in self._asked.items() if of is holder}
+        first = min((value.node for value in asked), default=0)
+        ahead, seen = [self.recorder.look(grad).value] if asked else [], set[int]()
+        while ahead:
+            value = ahead.pop()
+            if value in asked:
+                return asked[value]
+            if value.node >= first and value.node not in seen:
+                seen.add(value.node)
+                ahead += self.recorder.node(value.node).inputs
+        return None
 
     def present(self, holder: Holder) -> torch.Tensor | None:
         """Whether a run has the gradient, which is zeros otherwise; None for one that each run has."""
@@ -220,8 +221,9 @@ class AutogradState:
 
     def mark(self, tensor: Tensor, requires_grad: bool = True) -> Tensor:
         """``requires_grad_`` of a recorded tensor: a leaf from here on."""
+        self.recorder.lasting.keep(FLAG, tensor)
         if not requires_grad:
-            _set_flag(tensor, False)
+            set_flag(tensor, False)
         elif not self.requires_grad(tensor):
             if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
                 raise InvalidArgument(
@@ -230,7 +232,7 @@ class AutogradState:
                 )
             if any(tensor.value in node.inputs for node in self.recorder.nodes):  # earlier uses are no part of it
                 rebind(self.recorder, tensor, torch.ops.aten.alias(tensor))
-            _set_flag(tensor, True)
+            set_flag(tensor, True)
         return tensor
 
     def reread(self, var: Variable, *, thawed: bool) -> None:
@@ -258,7 +260,12 @@ class AutogradState:
         """``retain_grad``: the gradient of an inner value is kept in its ``.grad``."""
         self._wanted(tensor, "retain_grad()")
         if not flag(tensor):
+            self.recorder.lasting.keep(self._retaining, tensor)
             self._retained[tensor] = True
+
+    def _forget(self, tensor: Tensor, _: bool) -> None:
+        """Take back the first `retain`."""
+        self._retained.pop(tensor, None)
 
     def is_retained(self, tensor: Tensor) -> bool:
         """Whether ``retain_grad`` was called."""
@@ -298,14 +305,3 @@ def _union(*holders: WeakIdKeyDictionary) -> list[Holder]:
     for each in holders:
         found.update(each)
     return list(found.keys())
-
-
-def flag(tensor: torch.Tensor) -> bool:
-    """The tensor's own mark, set by ``requires_grad_`` and by ``torch.randn(3, requires_grad=True)``."""
-    with torch._C.DisableTorchFunction():
-        return tensor.requires_grad
-
-
-def _set_flag(tensor: torch.Tensor, wanted: bool) -> None:
-    with torch._C.DisableTorchFunction():
-        tensor.requires_grad = wanted

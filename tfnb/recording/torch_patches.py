@@ -32,8 +32,10 @@ from torch.autograd import graph
 from torch.nn.utils import parametrize
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from tfnb.errors import Unsupported
+from tfnb.recording.marks.lasting_state import HOOKS, MODE
 from tfnb.recording.marks.notes import NESTED
 from tfnb.recording.marks.user_code import is_foreign
 from tfnb.recording.marks.while_recording import SharedContext, swapped
@@ -293,6 +295,39 @@ def _load(original: Original) -> Any:
     return load_state_dict
 
 
+def _set_mode(original: Original) -> Any:
+    def train(self: torch.nn.Module, mode: bool = True) -> Any:
+        if (rec := open_recording()) is not None:
+            rec.lasting.keep(MODE, self)
+        return original(self, mode)
+
+    return train
+
+
+def _register(original: Original) -> Any:
+    def make(self: RemovableHandle, hooks_dict: Any, *, extra_dict: Any = None) -> None:
+        original(self, hooks_dict, extra_dict=extra_dict)
+        _keep_hooks(self)  # the caller adds the hook when it has its handle
+
+    return make
+
+
+def _remove(original: Original) -> Any:
+    def remove(self: RemovableHandle) -> None:
+        _keep_hooks(self)
+        original(self)
+
+    return remove
+
+
+def _keep_hooks(handle: RemovableHandle) -> None:
+    """Keep the hooks of a handle in the journal of an open recording."""
+    rec = open_recording()
+    for ref in () if rec is None else (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        if rec is not None and (hooks := ref()) is not None:
+            rec.lasting.keep(HOOKS, hooks)
+
+
 def _not_nested(original: Original) -> Any:
     def call() -> Any:
         if (rec := open_recording()) is not None:
@@ -377,6 +412,10 @@ PATCHES = (
           "torch has no hook for what a module loses; a module that was there before is not changed by a recording"),
     Patch(_one(torch.nn.Module), ("load_state_dict",), _load,
           "with assign=True a module that was there before would hold other Parameters afterwards"),
+    Patch(_one(torch.nn.Module), ("train",), _set_mode, "a branch that sets a mode would set it for all runs"),
+    Patch(_one(RemovableHandle), ("__init__",), _register,
+          "every hook of a tensor, module or optimizer has a handle: a branch would register it for all runs"),
+    Patch(_one(RemovableHandle), ("remove",), _remove, "the same, of a hook that a branch removes"),
     Patch(_one(torch.nn.utils.stateless), ("_reparametrize_module",), _reparametrize,
           "for the time of a functional_call a module holds tensors that are no parameters of its own"),
     Patch(lambda: [torch.optim.Optimizer, torch.nn.Module], ("zero_grad",), _zero_grad,

@@ -30,6 +30,7 @@ from tfnb.graph.variable import updated
 from tfnb.recording.dispatch.recorded_call import record_call
 from tfnb.recording.marks.carried_gradients import CarriedGradients
 from tfnb.recording.marks.held_interrupts import raise_held
+from tfnb.recording.marks.lasting_state import LastingChanges
 from tfnb.recording.marks.notes import asked_in, fixed_batches, warn_of_branch, warn_of_written
 from tfnb.recording.marks.python_state import PythonReads
 from tfnb.recording.marks.scopes import Scopes, clean
@@ -85,6 +86,7 @@ class Recorder(TorchDispatchMode):
         self.buffers = Buffers(self)
         self.python = PythonReads(self)
         self.carried = CarriedGradients(self)
+        self.lasting = LastingChanges()
         self._warned: set[Any] = set()
         self.stop, self.is_cell = stop, False
         self.default_device: Any = None

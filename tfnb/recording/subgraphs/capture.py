@@ -26,6 +26,7 @@ from tfnb.graph.graph import new_id
 from tfnb.graph.setting import setting
 from tfnb.graph.spec import Size
 from tfnb.graph.subgraph import is_guarding, uses_queues
+from tfnb.recording.marks.lasting_state import Change
 from tfnb.recording.marks.scopes import clean
 from tfnb.recording.subgraphs.own_gradient import sealed
 from tfnb.recording.subgraphs.recompute import may_fail, repeats
@@ -33,6 +34,7 @@ from tfnb.recording.values.interpret import evaluate
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tape import LEAF
 from tfnb.recording.values.tensor import Base, Entry, Tensor
+from tfnb.recording.values.variables import known
 from tfnb.recording.writes.buffer_assignments import Rebound
 
 Function = Callable[..., Sequence[Any]]  # of recorded tensors, to tensors
@@ -146,7 +148,7 @@ def record_region(
                 before.release()
                 outputs += [base.entry.value for base in held]
                 inputs += tuple(tensor._entry.value for tensor in more)
-                recorder.autograd.refuse_flags(before.autograd)
+                _refuse_lasting(recorder, before)
                 if not fills:
                     _refuse_filling(recorder, before, "a loop" if iterations else "a function of the graph")
                 gradients = before.outer(recorder.autograd.left()) if fills else {}
@@ -162,6 +164,27 @@ def record_region(
         before.undo()
         for meet in late:
             meet()
+
+
+def _refuse_lasting(recorder: Recording, before: Savepoint) -> None:
+    """Raise Unsupported where a region leaves Python state of outside changed, which all runs would have."""
+    changes = before.put_back_lasting()
+    if not changes:
+        return
+    facet = changes[0].facet
+    names = dict.fromkeys(_name(change.owner) for change in changes if change.facet is facet)
+    raise Unsupported(
+        f"{facet.change.format(names=', '.join(list(names)[:_SHOWN]))} inside of a branch or loop, which a run may "
+        f"leave out: {facet.remedy}{recorder.tape.at()}"
+    )
+
+
+def _name(owner: Any) -> str:
+    """The name of a recorded tensor, a Variable or a kind of module in a message."""
+    if isinstance(owner, torch.Tensor):
+        holder = owner if isinstance(owner, Tensor) else known(owner)
+        return "a Parameter" if holder is None else holder.name
+    return type(owner).__name__
 
 
 def _refuse_filling(recorder: Recording, before: Savepoint, what: str) -> None:
@@ -227,16 +250,18 @@ def argument(recorder: Recording, given: Argument) -> Tensor:
 class Savepoint:
     """A point of a recording to return to, repeatedly: by `undo`, or by `cut`, which extracts the nodes recorded since.
 
-    It keeps the tape's state, the gradients, and what recorded tensors look at. What a function does to Python's
-    objects stays done.
+    It keeps the tape's state, the gradients, what recorded tensors look at, and what the journal names. What else a
+    function does to Python's objects stays done.
     """
 
     def __init__(self, recorder: Recording) -> None:
         self.recorder = recorder
         self.state = recorder.tape.saved()
         self.autograd, self.carried = recorder.autograd.saved(), recorder.carried.saved()
+        self.changes = len(recorder.lasting)
         self.at = len(recorder.new)
         self.live = list(recorder.live)
+        self._dated = {id(owner) for owner in [*self.live, *recorder.autograd.hooks.values()]}
         bases = [*(tensor._family for tensor in self.live), *recorder.tape.reads.values()]
         self.entries = {base: base.entry for base in bases}
         self.versions: dict[Base, int] = {}
@@ -244,11 +269,19 @@ class Savepoint:
 
     def outer(self, by_holder: Mapping[Any, Result]) -> dict[Any, Result]:
         """Of the holders of gradients, those that are no tensors made since."""
-        live = {id(tensor) for tensor in self.live}
-        return {
-            holder: found for holder, found in by_holder.items()
-            if not isinstance(holder, Tensor) or id(holder) in live
-        }  # fmt: skip
+        return {holder: found for holder, found in by_holder.items() if self.is_outer(holder)}
+
+    def is_outer(self, owner: Any) -> bool:
+        """Whether an object is none that was made since: a recorded tensor, or the hooks of one; others are taken for
+        older.
+        """
+        hooked = self.recorder.autograd.hooks.values()
+        is_dated = isinstance(owner, Tensor) or any(owner is hooks for hooks in hooked)
+        return not is_dated or id(owner) in self._dated
+
+    def put_back_lasting(self) -> list[Change]:
+        """Restore the Python state of outside that the journal has changes of since; returns these."""
+        return self.recorder.lasting.put_back(self.changes, self.is_outer)
 
     def start(self) -> None:
         """Mark the call of the function: later writes are the function's own."""
@@ -308,6 +341,7 @@ class Savepoint:
     def _put_back_gradients(self) -> None:
         self.recorder.autograd.put_back(self.autograd)
         self.recorder.carried.put_back(self.carried)
+        self.put_back_lasting()
 
     def _inner_guards(self) -> list[Guard]:
         """Relations between sizes that exist inside only."""

@@ -16,6 +16,7 @@ from tfnb.recording.marks.open_block import OpenBlock
 
 if TYPE_CHECKING:
     from tfnb.recording.marks.carried_gradients import CarriedGradients
+    from tfnb.recording.marks.lasting_state import LastingChanges
     from tfnb.recording.marks.python_state import PythonReads
     from tfnb.recording.shapes.symbols import Symbols
     from tfnb.recording.values.outside_tensors import Outside
@@ -36,6 +37,7 @@ class Recording(OpenBlock, Protocol):
     buffers: Any  # `Buffers` of `writes.buffer_assignments`
     python: PythonReads
     carried: CarriedGradients
+    lasting: LastingChanges
     stop: FrameType | None  # the frame of a block; the frames of a cell end below it
     born: WeakIdKeyDictionary
     live: WeakIdKeyDictionary
