@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tfnb.errors import Unsupported
+from tfnb.errors import InvalidType, Unsupported
 from tfnb.graph import current
 from tfnb.train.from_class import FromClass, has_own_step
 from tfnb.train.from_torch import CLASSES, FromTorch, at_line
@@ -31,12 +31,15 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
     lives on from step to step. Its learning rate is read at each run; a run with other settings than the recording had
     raises FailedPrecondition.
 
-    Raises Unsupported for another class, for ``differentiable=True``, and for a ``step`` that keeps state elsewhere.
+    Raises InvalidType for anything else than an optimizer, Unsupported for another class, for ``differentiable=True``,
+    and for a ``step`` that keeps state elsewhere.
 
     >>> layer = torch.nn.Linear(2, 1)
     >>> from_torch(torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9))
     from_torch(SGD: SGD(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False))
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidType(f"an optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}{at_line()}")
     if type(optimizer) not in CLASSES and not has_own_step(type(optimizer)):
         raise Unsupported(f"{_without_twin(type(optimizer))}{at_line()}")
     if any(group.get("differentiable") for group in optimizer.param_groups):
