@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from tfnb.gradients.presence import Presence, chosen
 from tfnb.graph import Value
 from tfnb.graph.ops import GRADIENT
 from tfnb.recording import Recorder, Tensor
@@ -74,7 +73,7 @@ class JoinedGradients:
             if grad is not None:
                 may_share(grad, self._outer(part), f"a branch leaves {_named(part.holder)} as it was")
             with torch.no_grad(), self.recorder.tagged(GRADIENT):
-                autograd.join(part.holder, grad, chosen(predicate, then, other))
+                autograd.join(part.holder, grad, predicate, (then, other))
 
     def _outer(self, part: JoinedGradient) -> list[Base]:
         """The memory of outside that the gradient is in one branch."""
@@ -83,7 +82,7 @@ class JoinedGradients:
         return [base for base in bases if base.entry.value.node in self.recorder.tape.by_id]
 
 
-def _presence(side: LeftGradient | None, told: Tensor | None) -> Presence:
+def _presence(side: LeftGradient | None, told: Tensor | None) -> Any:
     """Whether a run has the gradient of a branch; ``told``: the recorded truth value of gradients that say so."""
     if side is None:
         return None

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.errors import FailedPrecondition, InvalidArgument, ShapeError, Unsupported
-from tfnb.gradients.presence import Presence, either
+from tfnb.gradients.presence import Presence, chosen, either
 from tfnb.gradients.walker import Walk
 from tfnb.graph import Value, Variable
 from tfnb.recording import Recorder, Tensor
@@ -89,8 +89,11 @@ class AutogradState:
             return self.held(holder) is not None
         return left.tensor is not self.held(holder) or left.present is not self.present(holder)
 
-    def join(self, holder: Holder, grad: torch.Tensor | None, present: Presence) -> None:
-        """From here on the gradient is the one that either branch left."""
+    def join(
+        self, holder: Holder, grad: torch.Tensor | None, taken: torch.Tensor, sides: tuple[Presence, Presence]
+    ) -> None:
+        """From here on the gradient is the one that either branch left. taken: which; sides: presence in each."""
+        present = chosen(taken, *sides)
         self._grads.pop(holder, None)
         self._present.pop(holder, None)
         if grad is not None:

@@ -24,7 +24,7 @@ class Facet:
     remedy: str
 
 
-class Change(NamedTuple):
+class LastingChange(NamedTuple):
     """The state of an object before a change."""
 
     facet: Facet
@@ -36,20 +36,20 @@ class LastingChanges:
     """The journal of one recording: changes, first to last."""
 
     def __init__(self) -> None:
-        self._changes: list[Change] = []
+        self._changes: list[LastingChange] = []
 
     def __len__(self) -> int:
         return len(self._changes)
 
     def keep(self, facet: Facet, owner: Any) -> None:
         """Call before a change: the present state can be put back."""
-        self._changes.append(Change(facet, owner, facet.get(owner)))
+        self._changes.append(LastingChange(facet, owner, facet.get(owner)))
 
-    def put_back(self, start: int, is_outer: Callable[[Any], bool]) -> list[Change]:
+    def put_back(self, start: int, is_outer: Callable[[Any], bool]) -> list[LastingChange]:
         """Restore the state that objects of outside had at ``start``, and forget the changes since. Returns the first
         change of each object that had another state.
         """
-        first: dict[tuple[int, int], Change] = {}
+        first: dict[tuple[int, int], LastingChange] = {}
         for change in self._changes[start:]:
             first.setdefault((id(change.facet), id(change.owner)), change)
         del self._changes[start:]

@@ -26,7 +26,7 @@ from tfnb.graph.graph import new_id
 from tfnb.graph.setting import setting
 from tfnb.graph.spec import Size
 from tfnb.graph.subgraph import is_guarding, uses_queues
-from tfnb.recording.marks.lasting_state import Change
+from tfnb.recording.marks.lasting_state import LastingChange
 from tfnb.recording.marks.scopes import clean
 from tfnb.recording.subgraphs.own_gradient import sealed
 from tfnb.recording.subgraphs.recompute import may_fail, repeats
@@ -279,7 +279,7 @@ class Savepoint:
         is_dated = isinstance(owner, Tensor) or any(owner is hooks for hooks in hooked)
         return not is_dated or id(owner) in self._dated
 
-    def put_back_lasting(self) -> list[Change]:
+    def put_back_lasting(self) -> list[LastingChange]:
         """Restore the Python state of outside that the journal has changes of since; returns these."""
         return self.recorder.lasting.put_back(self.changes, self.is_outer)
 
