@@ -22,7 +22,7 @@ from tests.scheduling import Scheduling, place
 os.environ.setdefault("TFNB_COMPILE", "off")  # compiled code differs in the last bits; its tests ask for it
 _PACKAGES = None if "TFNB_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="tfnb-tests-")
 os.environ.setdefault("TFNB_CACHE_DIR", str(_PACKAGES))  # not the user's; all processes of a run share it
-QUICK_NOTEBOOKS = ("quickstart", "digits_script")
+QUICK_NOTEBOOKS = ("quickstart",)
 """The other notebooks, and pages in a browser, are for slow runs."""
 
 
