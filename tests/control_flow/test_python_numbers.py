@@ -99,6 +99,12 @@ n = x.sum().item()
 k, large = int(x[0, 1]), bool(x.sum() > 1)
 whole = math.floor(k), math.ceil(large), math.floor(n), math.ceil(n)
 return whole, math.trunc(n), divmod(n, 2), divmod(int(n), 3), divmod(x.shape[0], 2)[1] * x
+
+# functions of math
+n, k = x.abs().sum().item(), int(x[0, 1])
+many = math.sqrt(n), math.exp(-n), math.log(n), math.log(n, 2), math.log1p(n), math.cos(k), math.tanh(n), math.fabs(k)
+pairs = math.pow(0.9, k), math.pow(n, 0.5), math.hypot(n, k), math.atan2(k, n), math.copysign(n, k)
+return many, pairs, math.isfinite(n), math.degrees(n), x * math.sqrt(1 - math.pow(0.9, n)), 2 if math.cos(n) > 0 else 3
 """
 
 NEEDED = """
@@ -136,7 +142,7 @@ return x * sum([1.0, 2.0, 3.0][: int(x[0, 1])])
 return torch.ones(int(x[0, 1]) + 1) * x.sum()
 
 # a function of Python
-return x * math.exp(x[0, 1].item())
+return x * math.gamma(x[0, 1].item())
 
 # a function of a package
 return x * float(np.linalg.norm(x[0, 1].item()))

@@ -699,3 +699,36 @@ def test_a_cycled_momentum_is_that_of_its_own_optimizer() -> None:
             assert_same(dict(mine.state_dict()), dict(theirs.state_dict()))
         for cycle in cycles:
             cycle.step()
+
+
+@pytest.mark.parametrize("first", ["state_dict", "step"])
+def test_a_buffer_that_no_run_has_begun_does_not_damp_the_first_eager_step(first: str) -> None:
+    """SGD with dampening takes its first step along the gradient itself."""
+    nets = [nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)]).double() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, dampening=0.5) for net in nets]
+
+    def program(net: Any, optimizer: Any, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss = net[0](x).square().sum() if x[0, 0] > 0 else net[1](x).square().sum()
+        loss.backward()
+        optimizer.step()
+
+    rows = [torch.tensor([[sign, 2.0]], dtype=torch.float64) for sign in (1.0, 1.0, -1.0, -1.0, 1.0)]
+    with tfnb.record():
+        x = tfnb.placeholder(rows[0])
+        tfnb.autograph(program)(nets[0], optimizers[0], x)
+        step = tfnb.effects()
+    for row in rows[:2]:
+        tfnb.run(step, {x: row})
+        program(nets[1], optimizers[1], row)
+    if first == "state_dict":
+        found = copy.deepcopy(optimizers[0].state_dict())
+        assert found["state"].keys() == optimizers[1].state_dict()["state"].keys()
+        optimizers[0] = torch.optim.SGD(nets[0].parameters(), 0.1, momentum=0.9, dampening=0.5)
+        optimizers[0].load_state_dict(found)
+    for row in rows[2:]:
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            program(net, optimizer, row)
+    for mine, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)

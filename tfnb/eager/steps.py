@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tfnb.errors import Unsupported
 from tfnb.graph import current
 from tfnb.recording.marks.while_recording import SharedContext
-from tfnb.train.from_class import has_own_step, is_within
+from tfnb.train.from_class import has_own_step, step_within
 from tfnb.train.twins import from_torch, record_own_steps
 
 
@@ -39,15 +39,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
 
 
 def _record(optimizer: torch.optim.Optimizer, closure: Any) -> Any:
-    if is_within():
-        raise Unsupported(
-            f"{type(optimizer).__name__}.step() is called within the step() of another optimizer: call both in the "
-            "cell, one behind the other"
-        )
-    twin = from_torch(optimizer)
-    if closure is not None:
-        closure()
-    return twin.step()
+    if (inner := step_within()) is not None:
+        return inner(optimizer, closure)
+    return from_torch(optimizer).step(closure)
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """The twin of an optimizer whose class the user wrote: its own ``step``, recorded on stand-ins, as the rule of a step.
 
-The user's ``step`` is ordinary torch code over ``param_groups`` and ``state``. It is called once while recording, on a
-copy of the optimizer in which each Parameter is a recorded tensor with its gradient and each entry of its state a
-recorded tensor; what it leaves in them is assigned to Variables. So the graph has nodes of an ordinary joint rule.
+The user's ``step`` is ordinary torch code over ``param_groups`` and ``state``. It is called while recording, on a copy
+of the optimizer in which each Parameter is a recorded tensor with its gradient and each entry of its state a recorded
+tensor; what it leaves in them is assigned to Variables. So the graph has nodes of an ordinary joint rule. A class whose
+first step is another one than those after it (``state["m"] = p.grad.clone()``) is called twice, in the branches of a
+conditional: without entries, and with them.
 """
 
 from __future__ import annotations
@@ -15,23 +17,38 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tfnb.control_flow import autograph
+from tfnb.control_flow import autograph, cond
 from tfnb.control_flow.staging.containers import made
-from tfnb.control_flow.staging.statement import as_number, is_number
+from tfnb.control_flow.staging.statement import as_number
 from tfnb.errors import FailedPrecondition, InvalidArgument, Unsupported
 from tfnb.graph import Variable, current
-from tfnb.recording import Recorder, Tensor, variable
+from tfnb.graph.setting import setting
+from tfnb.recording import Operation, Recorder, Tensor, variable
 from tfnb.recording.marks.user_code import is_foreign
+from tfnb.recording.subgraphs.capture import Savepoint
 from tfnb.recording.subgraphs.own_gradient import sealed
 from tfnb.recording.values.variables import known
-from tfnb.train.from_torch import FromTorch
+from tfnb.train.from_torch import CLASSES, FromTorch, at_line
+from tfnb.train.inner_steps import InnerSteps, Kept, standing
 from tfnb.train.optimizer import Optimizer, Pair, Rate
-from tfnb.train.rehearsal import INSTEAD, FirstValue, Rehearsal, is_plain, refused_change
+from tfnb.train.recorded_numbers import NumberMode
+from tfnb.train.rehearsal import (
+    INSTEAD,
+    Beginning,
+    Rehearsal,
+    Setting,
+    apart,
+    inner_of,
+    is_plain,
+    is_value,
+    refused_change,
+)
 
-_within: ContextVar[bool] = ContextVar("within", default=False)  # whether a ``step`` of the user's is under way
+_BEGUN = "is_begun"  # slot of a Parameter whose first step is another one: whether it was taken
+InnerStep = Callable[[torch.optim.Optimizer, Any], None]
+_within: ContextVar[InnerStep | None] = ContextVar("within", default=None)  # of a ``step`` of the user's under way
 
 
 def has_own_step(kind: type) -> bool:
@@ -39,8 +56,8 @@ def has_own_step(kind: type) -> bool:
     return not own_step(kind).__module__.startswith("torch.")
 
 
-def is_within() -> bool:
-    """Whether a ``step`` of a class of the user's own is being recorded."""
+def step_within() -> InnerStep | None:
+    """How a ``step`` of a class of the user's own that is being recorded takes that of an inner optimizer."""
     return _within.get()
 
 
@@ -50,6 +67,14 @@ def own_step(kind: type) -> Callable[..., None]:
     while hasattr(step, "__wrapped__") and hasattr(step, "__code__") and is_foreign(step.__code__.co_filename):
         step = step.__wrapped__
     return step
+
+
+class Rebinding(Exception):
+    """No error: a recorded step binds a setting to another value, and is recorded again with a Variable of it."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.setting = setting
 
 
 class FromClass(FromTorch):
@@ -65,8 +90,22 @@ class FromClass(FromTorch):
         self._rates: dict[int, list[tuple[dict[str, Any], Variable]]] = {}  # by group, one for each other settings
         self._reads: list[Tensor] = []  # of the learning rates in the step that is being recorded
         self._counts: dict[torch.Tensor, set[str]] = {}  # by parameter: entries of its state that are Python numbers
-        self._begins = True  # whether a step begins an empty state as a graph can repeat
+        self._begins = True  # whether a step begins an empty state
+        self._given: dict[torch.Tensor, set[str]] = {}  # by parameter: entries that a first step of its own finds
         self._targets: list[Variable] = []  # of the step that is being recorded
+        self._closure: Callable[[], Any] | None = None  # of that step: gives the loss that is computed already
+        self._has_closure = False
+        self._flag = _BEGUN
+        self._changing: list[Setting] = []  # by steps
+        self._changed: dict[str, Variable] = {}  # their values
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Operation:
+        if closure is None:
+            return super().step()
+        with torch.enable_grad():
+            loss = closure()
+        with setting(self, _closure=lambda: loss):
+            return super().step()
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -77,13 +116,51 @@ class FromClass(FromTorch):
             raise FailedPrecondition(f"{owner.name} is no parameter of this {self._label}: add_param_group it")
         if parameter not in self._first:
             self._begin_all()
-        return {name: self._kept_slot(owner, parameter, name) for name in self._first[parameter]}
+        found = {name: self._kept_slot(owner, parameter, name) for name in self._first[parameter]}
+        for name, inner in inner_of(self.optimizer).items():
+            if any(place is parameter for group in inner.param_groups for place in group["params"]):
+                found |= {f"{name}.{slot}": x for slot, x in self._inner(inner).slots(owner).items()}
+        if self._targets[:1] == [owner]:
+            found |= {_label_of(setting): self._setting_of(setting) for setting in self._changing}
+        return found
+
+    def _inner(self, inner: torch.optim.Optimizer) -> FromTorch:
+        """The twin of an inner optimizer."""
+        if type(inner) not in CLASSES:
+            raise Unsupported(
+                f"{type(inner).__name__}.step() is called within the step() of another optimizer, {self._label}: that "
+                f"is one of torch.optim, or call both in the cell, one behind the other{at_line()}"
+            )
+        found: FromTorch = FromTorch.of(inner)
+        return found
+
+    def _setting_of(self, setting: Setting) -> Variable:
+        """The Variable of an attribute, or of a setting of a group, that steps change."""
+        label = _label_of(setting)
+        if label not in self._changed:
+            with _disable_current_modes():
+                find = partial(self._now, setting)
+                self._changed[label] = Variable.looked_up(find, name=f"{self._label}/{label}")
+        return self._changed[label]
+
+    def _now(self, setting: Setting) -> torch.Tensor:
+        """The value of a setting that steps change; a number becomes a tensor when a run needs it."""
+        where, name = setting
+        owner = vars(self.optimizer) if where is None else self.optimizer.param_groups[where]
+        value = owner[name]
+        if isinstance(value, torch.Tensor):
+            return value
+        with _disable_current_modes():
+            value = torch.tensor(value, dtype=torch.bool if isinstance(value, bool) else torch.float64)
+        if current.recording() is None:
+            owner[name] = value
+        return value
 
     def _kept_slot(self, owner: Variable, parameter: torch.Tensor, name: str) -> Variable:
         key = parameter, name
         if key not in self._kept:
             with _disable_current_modes():
-                find = partial(self._state, parameter, name)
+                find = partial(self._is_begun if name == _BEGUN else self._state, parameter, name)
                 self._kept[key] = Variable.looked_up(find, name=f"{owner.name}/{self._label}/{name}")
         return self._kept[key]
 
@@ -93,30 +170,35 @@ class FromClass(FromTorch):
         Raises Unsupported for a class whose steps a graph would not repeat.
         """
         now = [self._entries(parameter) for parameter, _ in self._places()]
-        found: list[dict[str, FirstValue]] = []
+        given: list[dict[str, Any]] = [{} for _ in now]  # what a first step of its own finds
+        begin = Beginning(given, False, [])
         try:
-            found = self._rehearsed([{} for _ in now], compare=True)
+            begin = self._rehearsed(given)
             self._begins = True
         except Exception:  # of torch, or of the user's code: that wants its state made in __init__
             if not any(now):
                 raise
             self._begins = False
+        is_own, changing = begin.is_own, begin.settings
         if any(now):
-            found = self._rehearsed(now, compare=True)
-        for (parameter, _), first in zip(self._places(), found, strict=True):
+            begin = self._rehearsed(now)
+            if begin.is_own:  # the state is made in part
+                is_own, given = True, now
+        self._changing = list(dict.fromkeys((*changing, *begin.settings)))
+        for (parameter, _), first, mine in zip(self._places(), begin.values, given, strict=True):
             self._first[parameter] = {name: value.tensor for name, value in first.items()}
             self._counts[parameter] = {name for name, value in first.items() if value.number is not None}
+            self._given[parameter] = first.keys() & mine.keys()
+            if is_own and first.keys() - mine.keys():
+                with _disable_current_modes():
+                    self._first[parameter][_BEGUN] = torch.tensor(False)
 
-    def _rehearsed(self, state: list[dict[str, Any]], *, compare: bool) -> list[dict[str, FirstValue]]:
-        with _disable_current_modes(), torch.no_grad():
-            random, rehearsal = torch.default_generator.get_state(), Rehearsal(self.optimizer, self, self._call)
-            try:
-                first = rehearsal.first_values(state)
-                if compare:
-                    rehearsal.compare(state)
-                return first
-            finally:
-                torch.default_generator.set_state(random)
+    def _rehearsed(self, state: list[dict[str, Any]]) -> Beginning:
+        with apart():
+            return self._rehearsal().begin(state)
+
+    def _rehearsal(self) -> Rehearsal:
+        return Rehearsal(self.optimizer, self, self._call, has_closure=self._has_closure)
 
     def _entries(self, parameter: torch.Tensor) -> dict[str, Any]:
         return dict(self.optimizer.state.get(parameter, {}))
@@ -135,27 +217,31 @@ class FromClass(FromTorch):
         return self.optimizer.state[parameter][name]
 
     def _begin_again(self, parameter: torch.Tensor, name: str) -> None:
-        """Fill in missing entries of the state with the first values of a step of now."""
-        if not self._begins:
+        """Fill in missing entries of the state: what a first step of its own makes, or first values as of now."""
+        first = self._first[parameter]
+        if _BEGUN in first and name not in self._given[parameter]:
+            self.optimizer.state[parameter][name] = first[name] = first[name].clone()
+            first[_BEGUN].fill_(False)
+            return
+        if not self._begins or self._given[parameter]:
             raise FailedPrecondition(
                 f"{self._label}: state[{name!r}] is gone, and step() does not begin it as a graph can repeat: load a "
                 "state_dict that has it, or make the optimizer anew and record its step again"
             )
-        found = self._rehearsed([{} for _ in self._places()], compare=False)
-        begun = {place: first for (place, _), first in zip(self._places(), found, strict=True)}
+        with apart():
+            found = self._rehearsal().first_values([{} for _ in self._places()])
+        begun = {place: values for (place, _), values in zip(self._places(), found, strict=True)}
         for place, entry in self._kept:
-            if entry not in self.optimizer.state.get(place, {}):
+            if _BEGUN not in self._first[place] and entry not in self.optimizer.state.get(place, {}):
                 self.optimizer.state[place][entry] = begun[place][entry].tensor
+
+    def _begun_by_step(self, parameter: torch.Tensor) -> set[str]:
+        return super()._begun_by_step(parameter) - self._given[parameter]
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def _record(self, recorder: Recorder, pairs: Sequence[Pair], rate: Rate) -> list[Tensor]:
         for _, target in pairs:
-            if target.spec.dtype in (torch.float16, torch.bfloat16):
-                raise Unsupported(
-                    f"{self._label}.step(): {target.name} is {target.spec.dtype}, which would round the learning "
-                    f"rate: keep the Parameter in float32; else {INSTEAD}{recorder.tape.at()}"
-                )
             if recorder.autograd.present(target) is not None:
                 raise Unsupported(
                     f"{self._label}.step(): a branch decides whether {target.name} has a .grad, and the step of a "
@@ -163,77 +249,136 @@ class FromClass(FromTorch):
                     f"{recorder.tape.at()}"
                 )
         self._targets, self._reads = [target for _, target in pairs], []
-        values = Optimizer._record(self, recorder, pairs, rate)
+        self._has_closure = self._closure is not None
+        before = Savepoint(recorder)
+        try:
+            values = Optimizer._record(self, recorder, pairs, rate)
+        except Rebinding as more:  # a setting that no step of the rehearsal changed, such as a maximum
+            before.undo()
+            self._changing.append(more.setting)
+            return self._record(recorder, pairs, rate)
         recorder.python.updates(self.optimizer, [value.value.node for value in values])
         return [*values, *self._reads]  # a step that uses no learning rate holds to its settings, too
 
     def update_all(
-        self, ws: Sequence[torch.Tensor], grads: Sequence[Any], slots: Sequence[Mapping[str, torch.Tensor]], lr: Rate
-    ) -> list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
+        self, ws: Sequence[torch.Tensor], grads: Sequence[Any], slots: Sequence[Kept], lr: Rate
+    ) -> list[tuple[torch.Tensor, Kept]]:
         recorder = current.recording()
         assert isinstance(recorder, Recorder)
+        rates = [self._rate(recorder, number) for number in range(len(self.optimizer.param_groups))]
+        begun = [kept[_BEGUN] for kept in slots if _BEGUN in kept]
+        later = partial(self._stepped, recorder, ws, grads, slots, rates)
+        if not begun:
+            return later()
+        if len(begun) > 1:
+            flags = torch.stack(begun)
+            recorder.guard(flags.all() == flags.any(), True, raises=(
+                f"{self._label}.step(): its first step is another one than those after it, and some Parameters of this "
+                "recorded step have taken it and others have not: record a step of the same Parameters"
+            ))  # fmt: skip
+        found: list[tuple[torch.Tensor, Kept]] = cond(begun[0], later, partial(later, is_first=True))
+        return found
+
+    def _stepped(
+        self, recorder: Recorder, ws: Sequence[torch.Tensor], grads: Sequence[Any], slots: Sequence[Kept],
+        rates: Sequence[torch.Tensor], *, is_first: bool = False,
+    ) -> list[tuple[torch.Tensor, Kept]]:  # fmt: skip
+        """The user's ``step``, recorded: new values of Parameters and slots."""
         stands: dict[torch.Tensor, torch.Tensor] = {}
         state: dict[torch.Tensor, Any] = {}
         places = {known(parameter): parameter for parameter, _ in self._places()}
         with torch.no_grad():
             for target, w, grad, kept in zip(self._targets, ws, grads, slots, strict=True):
-                stands[places[target]] = mine = w.clone()
+                place = places[target]
+                stands[place] = mine = w.clone()
                 recorder.autograd.set_grad(mine, grad)
-                counts = self._counts[places[target]]
-                given = {name: as_number(x.clone()) if name in counts else x.clone() for name, x in kept.items()}
-                state[mine] = made({**self._entries(places[target]), **given})
-            groups = [
-                {**group, "lr": self._rate(recorder, number), "params": [stands.get(p, p) for p in group["params"]]}
-                for number, group in enumerate(self.optimizer.param_groups)
+                state[mine] = made(self._given_entries(place, kept, is_first=is_first))
+            groups = standing(self.optimizer.param_groups, stands)
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+            idle = object.__new__(type(self.optimizer))
+            idle.__dict__.update(vars(self.optimizer))
+            owners = {None: idle.__dict__, **dict(enumerate(groups))}
+            for where, name in self._changing:
+                value = slots[0][_label_of((where, name))].clone()
+                owners[where][name] = as_number(value) if value.dtype in _OF_NUMBERS and not value.dim() else value
+            inner = InnerSteps(recorder, self.optimizer, idle, groups, stands, slots)
+            before = {where: dict(owner) for where, owner in owners.items()}
+            with sealed(recorder, self._refuse), NumberMode():
+                self._call(idle, groups, state, self._closure, autograph, inner)
+            self._refuse_constants(owners, before)
+            found = [
+                self._left(place, mine, state[mine], kept)
+                for (place, mine), kept in zip(stands.items(), slots, strict=True)
             ]
-            with sealed(recorder, self._refuse), _Numbers():
-                idle = object.__new__(type(self.optimizer))
-                idle.__dict__.update(vars(self.optimizer))
-                self._call(idle, groups, state, autograph)
-        found: list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]] = []
-        for mine, kept in zip(stands.values(), slots, strict=True):
-            left = state[mine]
-            more = [name for name, x in left.items() if name not in kept and isinstance(x, torch.Tensor)]
-            if more or kept.keys() - left.keys():
-                raise InvalidArgument(
-                    f"{self._label}.step() makes or drops state[{(more or sorted(kept.keys() - left.keys()))[0]!r}] in "
-                    f"a later step: begin it in the first{recorder.tape.at()}"
-                )
-            found.append((mine, {name: torch.as_tensor(left[name]).to(kept[name].dtype) for name in kept}))
+            for (_, after), kept in zip(found, inner.slots, strict=True):
+                after.update(kept)
+            for where, name in self._changing:
+                label = _label_of((where, name))
+                found[0][1][label] = torch.as_tensor(owners[where][name], dtype=slots[0][label].dtype)
+        for mine in stands.values():
+            recorder.autograd.set_grad(mine, None)
         return found
+
+    def _refuse_constants(
+        self, owners: Mapping[Any, Mapping[str, Any]], before: Mapping[Any, Mapping[str, Any]]
+    ) -> None:
+        """Raise Unsupported for a step that binds other attributes or settings than those that are Variables."""
+        for where, owner in owners.items():
+            for name, value in owner.items():
+                is_constant = (where, name) not in self._changing and name not in ("state", "param_groups")
+                if is_constant and (name not in before[where] or before[where][name] is not value):
+                    can_change = name != "lr" and is_value(before[where].get(name)) and is_value(value)
+                    if can_change:
+                        raise Rebinding((where, name))
+                    raise Unsupported(refused_change(self._label, (where, name)))
+
+    def _given_entries(self, parameter: torch.Tensor, kept: Kept, *, is_first: bool) -> dict[str, Any]:
+        """The state of a Parameter that the recorded step finds."""
+        mine = self._first[parameter].keys() - {_BEGUN}
+        names = [name for name in kept if name in (self._given[parameter] if is_first else mine)]
+        counts, constants = self._counts[parameter], self._entries(parameter)
+        given = {name: as_number(kept[name].clone()) if name in counts else kept[name].clone() for name in names}
+        return {**{name: x for name, x in constants.items() if name not in kept}, **given}
+
+    def _left(
+        self, parameter: torch.Tensor, mine: torch.Tensor, left: Mapping[str, Any], kept: Kept
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """A Parameter and its slots after the recorded step."""
+        slots = self._first[parameter].keys() - {_BEGUN}
+        more = [name for name, x in left.items() if name not in slots and isinstance(x, torch.Tensor)]
+        if more or slots - left.keys():
+            raise InvalidArgument(
+                f"{self._label}.step() makes or drops state[{(more or sorted(slots - left.keys()))[0]!r}] in "
+                f"a later step: begin it in the first{at_line()}"
+            )
+        after = {name: torch.as_tensor(left[name], dtype=kept[name].dtype) for name in kept if name in slots}
+        return mine, after | {name: torch.ones_like(x) for name, x in kept.items() if name == _BEGUN}
 
     def _call(
         self, idle: Any, groups: list[dict[str, Any]], state: Mapping[torch.Tensor, Any],
-        form: Callable[..., Callable[..., None]] = lambda step: step,
+        closure: Callable[[], Any] | None, form: Callable[..., Callable[..., None]] = lambda step: step,
+        inner: InnerStep | None = None,
     ) -> Mapping[torch.Tensor, Any]:  # fmt: skip
-        """The state after the user's ``step`` on a copy of the optimizer; Unsupported if other attributes change."""
-        own = {name: value for name, value in vars(idle).items() if name not in ("param_groups", "state")}
-        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        entries = made(defaultdict(dict, state))
-        idle.__dict__.update(own, param_groups=groups, state=entries)
-        token = _within.set(True)
+        """The state after the user's ``step`` on a copy of the optimizer."""
+        idle.__dict__.update(param_groups=groups, state=made(defaultdict(dict, state)))
+        token = _within.set(inner)
         try:
-            form(own_step(type(idle)))(idle)
+            form(own_step(type(idle)))(idle, *([] if closure is None else [closure]))
         finally:
             _within.reset(token)
-        for group, before in zip(groups, settings, strict=True):
-            changed = [name for name in group if name != "params" and group[name] is not before.get(name)]
-            if changed:
-                self._refuse_kept(f"param_groups[...][{changed[0]!r}]")
-        now = {name: value for name, value in vars(idle).items() if name not in ("param_groups", "state")}
-        if changed := [name for name in now if name not in own or now[name] is not own[name]]:
-            self._refuse_kept(f"its attribute {changed[0]}")
         if len(idle.state) != len(state):
-            self._refuse_kept("self.state of what is no Parameter with a gradient")
-        return idle.state
-
-    def _refuse_kept(self, what: str) -> None:
-        raise Unsupported(refused_change(self._label, what))
+            raise Unsupported(
+                f"{self._label}.step() changes self.state of what is no Parameter with a gradient, which would be a "
+                f"constant of the graph: keep it in self.state[p], or {INSTEAD}"
+            )
+        found: Mapping[torch.Tensor, Any] = idle.state
+        return found
 
     def _refuse(self, how: str) -> None:
         raise Unsupported(
             f"{self._label}.step() takes a value as a Python number by {how}, which would be a constant of the graph: "
-            f"keep it a tensor (x ** 0.5 in place of math.sqrt(x)), or {INSTEAD}"
+            f"keep it a tensor (torch.sqrt(x) in place of np.sqrt(x)), or {INSTEAD}"
         )
 
     # -- settings ----------------------------------------------------------------------------------------------------
@@ -251,8 +396,11 @@ class FromClass(FromTorch):
 
     def _settings(self, number: int) -> dict[str, Any]:
         """The settings of a group and the plain attributes of the optimizer, as constants of a recorded step."""
-        mine = {f"self.{name}": value for name, value in vars(self.optimizer).items() if name not in _NO_SETTINGS}
-        group = {name: value for name, value in self.optimizer.param_groups[number].items() if name not in _NO_SETTINGS}
+        mine, group = (
+            {n: x for n, x in owner.items() if n not in _NO_SETTINGS and (where, n) not in self._changing}
+            for where, owner in ((None, vars(self.optimizer)), (number, self.optimizer.param_groups[number]))
+        )
+        mine = {f"self.{name}": value for name, value in mine.items()}
         both = {
             n: x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for n, x in {**mine, **group}.items()
         }
@@ -284,31 +432,9 @@ _NO_SETTINGS = {
 }  # fmt: skip
 
 
-class _Numbers(TorchFunctionMode):
-    """Recorded numbers in the place of Python's: they take the dtype of a tensor beside them, and may be a scale."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs, args = dict(kwargs or {}), list(args)
-        name = getattr(func, "__name__", "").rstrip("_")
-        scale = _SCALES.get(name)
-        if scale is not None and isinstance(kwargs.get(scale), Tensor):  # torch takes a plain number only
-            args[1] = _scaled(args[1], kwargs.pop(scale))
-        beside = next((x for x in args if isinstance(x, torch.Tensor) and not is_number(x)), None)
-        if beside is None:
-            found = func(*args, **kwargs)
-            return as_number(found) if any(map(is_number, args)) and isinstance(found, torch.Tensor) else found
-        dtype = beside.dtype if beside.dtype.is_floating_point else torch.get_default_dtype()
-        return func(*(x.to(dtype) if is_number(x) else x for x in args), **kwargs)
+def _label_of(setting: Setting) -> str:
+    where, name = setting
+    return f"self.{name}" if where is None else f"group_{where}.{name}"
 
 
-def _scaled(xs: Any, factor: torch.Tensor) -> Any:
-    """A tensor times a number, or each of a list of them."""
-    return [x * factor for x in xs] if isinstance(xs, (list, tuple)) else xs * factor
-
-
-_SCALES = {
-    "add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value",
-    "_foreach_add": "alpha", "_foreach_sub": "alpha",
-}  # fmt: skip
+_OF_NUMBERS = {torch.float64, torch.bool}  # dtypes of Python's numbers

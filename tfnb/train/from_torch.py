@@ -8,7 +8,8 @@ between runs; what changes the formula is refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from tfnb.recording.values.variables import known
 from tfnb.train.optimizer import Optimizer, Pair, Rate, buffer_writes
 from tfnb.train.update_rules import OF_RATE, OPTIMIZERS, UpdateRule, parts_of, settings_of
 
+TWIN = "_tfnb_twin"  # attribute of the torch optimizer: state dicts, copies and pickles leave it out
 CLASSES = {getattr(torch.optim, name) for name in OPTIMIZERS}
 
 
@@ -118,26 +120,39 @@ def _formula(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 class FromTorch(Optimizer):
     """The optimizer made by `from_torch`: updates the parameters of the torch optimizer only, each by its group."""
 
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> Any:
+        """The one twin of an optimizer."""
+        if TWIN not in optimizer.__dict__:
+            setattr(optimizer, TWIN, cls(optimizer))
+        return getattr(optimizer, TWIN)
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(0.0)  # each group has its own
         self.optimizer = optimizer
         self._groups: dict[int, list[Hyperparameters]] = {}  # by number, one for each formula that was recorded
         self._first: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: what state starts with
         self._kept: dict[tuple[torch.Tensor, str], Variable] = {}
+        self._flag = "step" if type(optimizer) is torch.optim.SGD else ""  # slot that torch has not: `_is_begun`
+        hooks = optimizer.__dict__.setdefault("_optimizer_state_dict_post_hooks", OrderedDict())
+        hooks[TWIN] = _without_unbegun  # with no handle of torch's, of which a branch would note that it makes one
 
     @property
     def _label(self) -> str:
         return type(self.optimizer).__name__
 
-    def step(self) -> Operation:
+    def step(self, closure: Callable[[], Any] | None = None) -> Operation:
         """Record one step along the gradients that ``backward`` left in this recording; takes no step.
 
-        It also runs the writes of buffers by the modules on the way (running statistics). Raises FailedPrecondition
-        outside a recording or without a gradient.
+        closure: called first, as torch does: it clears and computes the gradients. The step also runs the writes of
+        buffers by the modules on the way (running statistics). Raises FailedPrecondition outside a recording or without
+        a gradient.
         """
         recorder = current.recording()
         if not isinstance(recorder, Recorder):
             raise FailedPrecondition(f"from_torch({self._label}).step() works inside a recording, after backward()")
+        if closure is not None:
+            closure()
         pairs = []
         for parameter, _ in self._places():
             grad = recorder.autograd.grad(parameter)
@@ -194,8 +209,7 @@ class FromTorch(Optimizer):
         key = parameter, name
         if key not in self._kept:
             self._begin(rule, parameter, set(rule.names(parameter)) - self._first.get(parameter, {}).keys())
-            is_count = rule.kind == "SGD" and name == "step"
-            find = partial(self._count if is_count else self._state, parameter, name)
+            find = partial(self._is_begun if name == self._flag else self._state, parameter, name)
             with _disable_current_modes():
                 self._kept[key] = Variable.looked_up(find, name=f"{stem}/{name}")
         return self._kept[key]
@@ -240,13 +254,35 @@ class FromTorch(Optimizer):
             state[name] = number
         return state[name]
 
-    def _count(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Whether SGD with dampening took its first step: torch has no count, but a buffer only after that step."""
-        first = self._first[parameter]
-        buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
-        if current.recording() is None and (buffer is None or buffer is not first["momentum_buffer"]):
-            first[name].fill_(buffer is not None)
-        return first[name]
+    def _is_begun(self, parameter: torch.Tensor, flag: str) -> torch.Tensor:
+        """Whether a first step was taken that is another one than those after it: torch has no state before that step.
+
+        The flag is the runs' own as long as the state holds what was put there for them.
+        """
+        first, state = self._first[parameter], self.optimizer.state.get(parameter, {})
+        entries = [(state.get(name), first[name]) for name in self._begun_by_step(parameter)]
+        if current.recording() is None and any(now is not mine for now, mine in entries):
+            first[flag].fill_(all(now is not None for now, _ in entries))
+        return first[flag]
+
+    def _begun_by_step(self, parameter: torch.Tensor) -> set[str]:
+        """The entries of the state that its first step makes."""
+        return self._first[parameter].keys() - {self._flag}
+
+    def unbegun(self) -> list[tuple[torch.Tensor, str]]:
+        """Entries of the state that stand there for runs, of which none has taken the first step."""
+        return [
+            (parameter, name)
+            for parameter, first in self._first.items() if self._flag in first and not first[self._flag]
+            for name in self._begun_by_step(parameter)
+            if self.optimizer.state.get(parameter, {}).get(name) is first[name]
+        ]  # fmt: skip
+
+    def drop_unbegun(self) -> None:
+        """Before an eager step: torch takes a state with anything in it for a whole one."""
+        for parameter, name in self.unbegun():
+            if self._kept[parameter, self._flag].home is None:
+                del self.optimizer.state[parameter][name]
 
     def _record(self, recorder: Recorder, pairs: Sequence[Pair], rate: Rate) -> list[Tensor]:
         return [value for grad, target in pairs for value in self._record_present(recorder, grad, target)]
@@ -282,6 +318,17 @@ class FromTorch(Optimizer):
     def __repr__(self) -> str:
         rules = ", ".join(repr(self._group_rule(i)) for i in range(len(self.optimizer.param_groups)))
         return f"from_torch({self._label}: {rules})"
+
+
+def _without_unbegun(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Hook of ``state_dict()``: without the entries that no step has begun."""
+    twin = optimizer.__dict__.get(TWIN)
+    places = [] if twin is None else [parameter for parameter, _ in twin._places()]
+    for parameter, name in [] if twin is None else twin.unbegun():
+        at = next(i for i, place in enumerate(places) if place is parameter)
+        entries = {key: x for key, x in state_dict["state"].pop(at).items() if key != name}
+        if entries:
+            state_dict["state"][at] = entries
 
 
 def _by_rows(recorder: Recorder, grad: Tensor) -> IndexedSlices | None:

@@ -1,24 +1,33 @@
 """Steps of a user's optimizer class on plain copies: the first values of its state, and a comparison with a graph.
 
-A graph has the tensors and numbers of ``state[p]`` as Variables, and all else as constants. So the steps of one copy
-that lives on are compared with steps of new copies that get these entries alone. Nothing of the user's is written.
+A graph has the tensors and numbers of ``state[p]`` as Variables, and so those attributes and settings of groups that a
+step changes, and the state of an inner optimizer of torch; all else are constants. So the steps of one copy that lives
+on are compared with steps of new copies that get these values alone. No recording is open meanwhile, and nothing of the
+user's is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import Unsupported
+from tfnb.graph import current
+from tfnb.graph.setting import setting
 
 Entries = dict[str, Any]  # the state of one Parameter
+Setting = tuple[int | None, str]  # a value of a param group, by its number, or of the optimizer's attributes: its name
 _STEPS = 4
 _HOOKS = {
     f"_optimizer_{at}_{when}_hooks" for at in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
 }
+_NO_SETTINGS = {"params", "param_groups", "state"}
 _PLAIN = (bool, int, float, complex, str, type(None))
 INSTEAD = "write its rule as a tfnb.train.Optimizer, or step it between runs"
 
@@ -41,8 +50,9 @@ class FirstValues(Entries):
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self and isinstance(value, torch.Tensor):
             self.first[name] = FirstValue(value.detach().clone(), None)
-        elif name not in self and isinstance(value, (int, float)) and not isinstance(value, bool):
-            self.first[name] = FirstValue(torch.tensor(float(value), dtype=torch.float64), value)
+        elif name not in self and isinstance(value, (bool, int, float)):
+            dtype = torch.bool if isinstance(value, bool) else torch.float64
+            self.first[name] = FirstValue(torch.tensor(value, dtype=dtype), value)
         super().__setitem__(name, value)
 
     def setdefault(self, name: str, default: Any = None) -> Any:
@@ -71,54 +81,93 @@ class PlainCopy:
             if name != "state":
                 self.optimizer.__dict__[name] = value if name in _HOOKS else _copied(optimizer, name, value, memo)
         self.groups: list[dict[str, Any]] = self.optimizer.__dict__.pop("param_groups")
-        self.attributes = dict(vars(self.optimizer))
+        self.inner = inner_of(self.optimizer)
         self.state: list[Entries] = [{} for _ in places]
+
+    def owner(self, where: int | None) -> dict[str, Any]:
+        """The param group of a number, or the attributes."""
+        return vars(self.optimizer) if where is None else self.groups[where]
+
+    def go_on_from(self, other: PlainCopy, settings: Sequence[Setting]) -> None:
+        """Take the settings of another copy, and the state of its inner optimizers."""
+        for where, name in settings:
+            self.owner(where)[name] = _alone(other.owner(where)[name])
+        for name, inner in self.inner.items():
+            theirs = other.inner[name].state
+            for mine, parameter in zip(self.parameters, other.parameters, strict=True):
+                inner.state[mine] = {key: _alone(x) for key, x in theirs.get(parameter, {}).items()}
+
+
+class Beginning(NamedTuple):
+    """How a step begins the state: the first value of each entry, by Parameter.
+
+    is_own: whether the first step is another one than a step from these values. settings: those that a step changes.
+    """
+
+    values: list[dict[str, FirstValue]]
+    is_own: bool
+    settings: list[Setting]
 
 
 class Rehearsal:
-    """Steps of an optimizer on plain copies, by ``call(optimizer, groups, state)``: the state after one step.
+    """Steps of an optimizer on plain copies, by ``call(optimizer, groups, state, closure)``: the state after one step.
 
-    Called without modes of torch and without gradients. Random numbers are drawn: the caller restores the generator.
+    has_closure: whether a step is called with a closure.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, twin: object, call: Callable[..., Any]) -> None:
-        self.optimizer, self.twin, self.call = optimizer, twin, call
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, twin: object, call: Callable[..., Any], *, has_closure: bool
+    ) -> None:
+        self.optimizer, self.twin, self.call, self.has_closure = optimizer, twin, call, has_closure
         self.values = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+        self.settings: list[Setting] = []
+
+    def begin(self, state: Sequence[Entries]) -> Beginning:
+        """The first values of the entries; raises Unsupported for a class whose steps a graph would not repeat."""
+        tries = [self._begun(self._copy, state, shift, grad) for shift, grad in ((0.0, 0.5), (1.0, -0.25))]
+        is_own = any(_differing(first, again) for first, again in zip(*tries, strict=True))
+        whole, untouched = self._moving(self.values, state), self._moving(self.values, state)
+        changed: dict[Setting, None] = {}
+        for number in range(_STEPS):
+            self._step(whole, _random_grads(self.values, number), number)
+            changed |= dict.fromkeys(_changed(whole, untouched))
+        self.settings = [
+            (where, name) for where, name in changed
+            if name != "lr" and all(is_value(each.owner(where).get(name)) for each in (whole, untouched))
+        ]  # fmt: skip
+        return Beginning(tries[0], self._compare(state, is_own=is_own), self.settings)
 
     def first_values(self, state: Sequence[Entries]) -> list[dict[str, FirstValue]]:
-        """The first value of each entry, by Parameter; raises Unsupported if it needs a run."""
-        tries = [self._begun(self._copy, state, shift, grad) for shift, grad in ((0.0, 0.5), (1.0, -0.25))]
-        for first, again in zip(*tries, strict=True):
-            if differ := _differing(first, again):
-                raise Unsupported(
-                    f"{self._label}.step() begins state[{differ[0]!r}] with a value of the Parameter, its gradient "
-                    f"or a random draw, which only the first run knows: begin it with zeros, or make it in "
-                    f"__init__; else {INSTEAD}"
-                )
-        return tries[0]
+        """The first value of each entry, by Parameter."""
+        return self._begun(self._copy, state, 0.0, 0.5)
 
-    def compare(self, state: Sequence[Entries]) -> None:
-        """Raise Unsupported unless steps that get their entries alone equal those of an optimizer that lives on."""
+    def _compare(self, state: Sequence[Entries], *, is_own: bool) -> bool:
+        """Whether the first step is another one than a step from the first values.
+
+        Raises Unsupported unless further steps that get their entries alone equal those of an optimizer that lives on.
+        """
         whole, untouched = self._moving(self.values, state), self._moving(self.values, state)
-        first, values = self._begun(self._moving, state, 0.0, 0.5), self.values
-        kept = [{n: x.tensor if x.number is None else x.number for n, x in mine.items()} for mine in first]
-        for number in range(_STEPS):
+        first = self._begun(self._moving, state, 0.0, 0.5)
+        names = [list(mine) for mine in first]
+        grads = _random_grads(self.values, 0)
+        self._step(whole, grads, 0)
+        if not is_own:
+            kept = [{n: x.tensor if x.number is None else x.number for n, x in mine.items()} for mine in first]
+            part = self._moving(self.values, [{**old, **mine} for old, mine in zip(state, kept, strict=True)])
+            self._step(part, grads, 0)
+            is_own = not self._are_same(whole, part, names)
+        for number in range(1, _STEPS):
+            self._refuse_other_changes(whole, untouched, state, names)
+            kept = [{n: _alone(entries[n]) for n in mine} for entries, mine in zip(whole.state, names, strict=True)]
+            values = [mine.detach() for mine in whole.parameters]
+            part = self._moving(values, [{**old, **mine} for old, mine in zip(state, kept, strict=True)])
+            part.go_on_from(whole, self.settings)
             grads = _random_grads(values, number)
-            part = self._moving(values, [{**entries, **mine} for entries, mine in zip(state, kept, strict=True)])
             for each in (whole, part):
-                torch.default_generator.manual_seed(number)
-                self._step(each, grads)
-            self._refuse_attributes(whole, untouched)
-            for ours, entries, theirs, mine in zip(whole.state, part.state, state, kept, strict=True):
-                self._refuse_entries(ours, entries, theirs, mine)
-            if not all(map(_near, whole.parameters, part.parameters)):
-                self._refuse(
-                    "takes another first step than a step from the first values of its state, or keeps something "
-                    "outside of it", "begin self.state[p] with what stood before the step, as zeros_like(p) or 0, and "
-                    "let all steps do the same with it"
-                )  # fmt: skip
-            values = [mine.detach() for mine in part.parameters]
-            kept = [{name: entries[name] for name in mine} for entries, mine in zip(part.state, kept, strict=True)]
+                self._step(each, grads, number)
+            self._refuse_entries(whole, part, names)
+        self._refuse_other_changes(whole, untouched, state, names)
+        return is_own
 
     @property
     def _label(self) -> str:
@@ -130,7 +179,7 @@ class Rehearsal:
         copy = copied([value + shift for value in self.values], state)
         begun = [FirstValues(entries) for entries in copy.state]
         copy.state = [*begun]
-        self._step(copy, [torch.full_like(mine, grad) for mine in copy.parameters])
+        self._step(copy, [torch.full_like(mine, grad) for mine in copy.parameters], 0)
         return [entries.first for entries in begun]
 
     def _copy(self, values: Sequence[torch.Tensor], state: Sequence[Entries]) -> PlainCopy:
@@ -141,15 +190,22 @@ class Rehearsal:
     def _moving(self, values: Sequence[torch.Tensor], state: Sequence[Entries]) -> PlainCopy:
         """A copy with a learning rate above 0: one of 0, at the begin of a warm-up, would hide differences."""
         copy = self._copy(values, state)
-        for group in copy.groups:
+        for group in itertools.chain(copy.groups, *(inner.param_groups for inner in copy.inner.values())):
             group["lr"] = group["lr"] if float(group["lr"]) else 0.1
         return copy
 
-    def _step(self, copy: PlainCopy, grads: Sequence[torch.Tensor]) -> None:
+    def _step(self, copy: PlainCopy, grads: Sequence[torch.Tensor], seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
         mine = [grad.clone() for grad in grads]
         for parameter, grad in zip(copy.parameters, mine, strict=True):
             parameter.grad = grad
-        after = self.call(copy.optimizer, copy.groups, dict(zip(copy.parameters, copy.state, strict=True)))
+        closure = PlainClosure(copy.parameters) if self.has_closure else None
+        after = self.call(copy.optimizer, copy.groups, dict(zip(copy.parameters, copy.state, strict=True)), closure)
+        if closure is not None and (closure.calls != 1 or closure.is_late):
+            self._refuse(
+                f"calls its closure {'after it wrote a Parameter' if closure.is_late else f'{closure.calls} times'}",
+                "call it once, above all else",
+            )
         copy.state = [after[parameter] for parameter in copy.parameters]
         for parameter, grad, entries in zip(copy.parameters, mine, copy.state, strict=True):
             if parameter.grad is not grad:
@@ -158,41 +214,103 @@ class Rehearsal:
             if held:
                 self._refuse(f"keeps the gradient itself in state[{held[0]!r}]", "keep p.grad.clone()")
 
-    def _refuse_attributes(self, whole: PlainCopy, untouched: PlainCopy) -> None:
-        for name, value in whole.attributes.items():
-            if not _same(value, untouched.attributes[name]):
-                raise Unsupported(refused_change(self._label, f"its attribute {name}"))
-        for group, before in zip(whole.groups, untouched.groups, strict=True):
-            for name, value in group.items():
-                if not _same(value, before[name]):
-                    raise Unsupported(refused_change(self._label, f"param_groups[...][{name!r}]"))
+    def _refuse_other_changes(
+        self, whole: PlainCopy, untouched: PlainCopy, state: Sequence[Entries], names: Sequence[list[str]]
+    ) -> None:
+        """Raise Unsupported for a change of anything else than tensors and numbers of the state."""
+        if more := [each for each in _changed(whole, untouched) if each not in self.settings]:
+            raise Unsupported(refused_change(self._label, more[0]))
+        for now, before, mine in zip(whole.state, state, names, strict=True):
+            if gone := [name for name in mine if name not in now]:
+                self._refuse(f"drops state[{gone[0]!r}]", "begin it in the first step and keep it")
+            for name, value in now.items():
+                if name not in mine and not (name in before and _same(value, before[name])) and value is not None:
+                    self._refuse(
+                        f"keeps state[{name!r}], which is a {type(value).__name__}, or begins it in a later step",
+                        "keep tensors and numbers in self.state[p], each by a name of its own, from the first step on",
+                    )
 
-    def _refuse_entries(self, whole: Entries, part: Entries, before: Entries, kept: Entries) -> None:
-        """Raise Unsupported for an entry of a Parameter with another value in a graph."""
-        if gone := [name for name in kept if name not in whole or name not in part]:
-            self._refuse(f"drops state[{gone[0]!r}]", "begin it in the first step and keep it")
-        for name, value in whole.items():
-            if name not in kept and not (name in before and _same(value, before[name])) and value is not None:
+    def _refuse_entries(self, whole: PlainCopy, part: PlainCopy, names: Sequence[list[str]]) -> None:
+        """Raise Unsupported for an entry or Parameter with another value in a graph."""
+        for ours, entries, mine in zip(whole.state, part.state, names, strict=True):
+            if differ := [n for n in mine if n in ours and n in entries and not _near(ours[n], entries[n])]:
                 self._refuse(
-                    f"keeps state[{name!r}], which is a {type(value).__name__}",
-                    "keep tensors and numbers in self.state[p], each by a name of its own",
+                    f"leaves another state[{differ[0]!r}] than a step that has the state and Parameters alone",
+                    "keep all that lives on in self.state[p], and no tensor in it by two names",
                 )
-        if differ := [name for name in kept if not _near(whole[name], part[name])]:
+        if not all(map(_near, whole.parameters, part.parameters)) or not all(
+            _near(whole.owner(where)[name], part.owner(where)[name]) for where, name in self.settings
+        ):
             self._refuse(
-                f"leaves another state[{differ[0]!r}] by its first step than a step from the first value of it",
-                f"begin it with what stood before the step, as state.setdefault({differ[0]!r}, 0) or zeros_like(p), "
-                "not another entry's tensor, and let all steps do the same with it",
+                "takes another step than one that has the state and Parameters alone",
+                "keep all that lives on in self.state[p]",
             )
+
+    def _are_same(self, whole: PlainCopy, part: PlainCopy, names: Sequence[list[str]]) -> bool:
+        """Whether two copies have the same Parameters and entries."""
+        return all(map(_near, whole.parameters, part.parameters)) and all(
+            n in ours and n in theirs and _near(ours[n], theirs[n])
+            for ours, theirs, mine in zip(whole.state, part.state, names, strict=True)
+            for n in mine
+        )
 
     def _refuse(self, what: str, instead: str) -> None:
         raise Unsupported(f"{self._label}.step() {what}, which a graph does not repeat: {instead}; else {INSTEAD}")
 
 
-def refused_change(label: str, what: str) -> str:
+class PlainClosure:
+    """The closure of a step on plain copies: counts its calls, and tells of one that comes behind a write."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters, self.before = parameters, [p.detach().clone() for p in parameters]
+        self.calls, self.is_late = 0, False
+
+    def __call__(self) -> torch.Tensor:
+        self.calls += 1
+        self.is_late |= not all(map(torch.equal, self.parameters, self.before))
+        return self.before[0].sum()
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside, no recording is open, no gradients are taken, and random numbers drawn leave the generator as it was."""
+    with setting(current.stack, open=[]), _disable_current_modes(), torch.no_grad():
+        random = torch.default_generator.get_state()
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(random)
+
+
+def inner_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers that another one holds, by attribute."""
+    return {name: each for name, each in vars(optimizer).items() if isinstance(each, torch.optim.Optimizer)}
+
+
+def refused_change(label: str, setting: Setting) -> str:
     """Text of the refusal of a ``step`` that changes a constant of the graph."""
+    where, name = setting
+    what = f"its attribute {name}" if where is None else f"param_groups[{where}][{name!r}]"
     return (
-        f"{label}.step() changes {what}, which would be a constant of the graph: keep it in self.state[p], or {INSTEAD}"
+        f"{label}.step() changes {what}, which would be a constant of the graph: make it a number or tensor in "
+        f"__init__, keep it in self.state[p], or {INSTEAD}"
     )
+
+
+def _changed(whole: PlainCopy, untouched: PlainCopy) -> list[Setting]:
+    """The attributes and settings of groups that steps have changed; an inner optimizer by its settings."""
+    found: list[Setting] = []
+    for where in (None, *range(len(whole.groups))):
+        now, before = whole.owner(where), untouched.owner(where)
+        for name in [*now, *(before.keys() - now.keys())]:
+            if name not in _NO_SETTINGS and not (name in now and name in before and _same(now[name], before[name])):
+                found.append((where, name))
+    return found
+
+
+def is_value(value: Any) -> bool:
+    """True for what a Variable can hold."""
+    return isinstance(value, (torch.Tensor, bool, int, float)) and not isinstance(value, torch.nn.Parameter)
 
 
 def _copied(optimizer: torch.optim.Optimizer, name: str, value: Any, memo: dict[int, Any]) -> Any:
@@ -203,6 +321,11 @@ def _copied(optimizer: torch.optim.Optimizer, name: str, value: Any, memo: dict[
             f"{type(optimizer).__name__}.step() is tried on a copy before it is recorded, and its attribute {name} "
             f"cannot be copied ({error}): keep it elsewhere, or step it between runs"
         ) from error
+
+
+def _alone(value: Any) -> Any:
+    """An entry in memory of its own, as a Variable has it."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _random_grads(values: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
@@ -217,13 +340,14 @@ def _differing(first: Mapping[str, FirstValue], again: Mapping[str, FirstValue])
 
 
 def _near(a: Any, b: Any) -> bool:
-    """True for two tensors or numbers equal but for rounding of the last digits."""
+    """True for two tensors or numbers equal but for rounding of the last digits; of 16 bits there are few."""
     a, b = (torch.as_tensor(x, dtype=None if isinstance(x, torch.Tensor) else torch.float64) for x in (a, b))
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
-    return torch.allclose(a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=0.0, equal_nan=True)
+    last = 0.0 if a.element_size() == 2 else 4 * torch.finfo(a.dtype).eps
+    return torch.allclose(a, b, rtol=last, atol=0.0, equal_nan=True)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -232,10 +356,17 @@ def _same(a: Any, b: Any) -> bool:
         return True
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and _near(a, b)
+    if isinstance(a, torch.optim.Optimizer):
+        return isinstance(b, torch.optim.Optimizer) and _same(_settings_of(a), _settings_of(b))
     if isinstance(a, (dict, list, tuple, set)):
         a, b = (x.values() if isinstance(x, dict) else x for x in (a, b))
         return len(a) == len(b) and all(map(_same, a, b))
     return not isinstance(a, _PLAIN) or (type(a) is type(b) and (a == b or a != a))
+
+
+def _settings_of(inner: torch.optim.Optimizer) -> list[Any]:
+    """The settings of an inner optimizer; it may share its groups, which have others, too."""
+    return [group.get(name) for group in inner.param_groups for name in inner.defaults]
 
 
 def is_plain(value: object) -> bool:

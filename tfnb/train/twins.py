@@ -7,14 +7,13 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tfnb.errors import InvalidType, Unsupported
 from tfnb.graph import current
 from tfnb.train.from_class import FromClass, has_own_step
-from tfnb.train.from_torch import CLASSES, FromTorch, at_line
+from tfnb.train.from_torch import CLASSES, TWIN, FromTorch, at_line
 from tfnb.train.update_rules import OPTIMIZERS
-
-TWIN = "_tfnb_twin"  # attribute of the torch optimizer: state dicts, copies and pickles leave it out
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
@@ -27,9 +26,9 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
     its servers hold the state: ``state_dict()`` brings it home, and so does ``fit`` at its end. A number that changes
     there counts from the next ``run`` or ``fit`` on.
 
-    A ``step`` of a class of your own is tensor code over ``param_groups`` and ``self.state[p]``, where all lies that
-    lives on from step to step. Its learning rate is read at each run; a run with other settings than the recording had
-    raises FailedPrecondition.
+    A ``step`` of a class of your own is tensor code over ``param_groups`` and ``self.state[p]``. What lives on to the
+    next step are tensors and numbers there, in the groups and in attributes, and a torch optimizer among those.
+    The learning rate is read at each run; a run with other settings than the recording had raises FailedPrecondition.
 
     Raises InvalidType for anything else than an optimizer, Unsupported for another class, for ``differentiable=True``,
     and for a ``step`` that keeps state elsewhere.
@@ -47,9 +46,17 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
             f"{type(optimizer).__name__}(differentiable=True) has no twin in the graph: apply the update in torch calls"
             f"{at_line()}"
         )
-    if TWIN not in optimizer.__dict__:
-        setattr(optimizer, TWIN, (FromClass if has_own_step(type(optimizer)) else FromTorch)(optimizer))
-    return getattr(optimizer, TWIN)
+    found: FromTorch = (FromClass if has_own_step(type(optimizer)) else FromTorch).of(optimizer)
+    return found
+
+
+def _before_eager_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Hook of every step: what stands in the state for runs alone is none of torch's."""
+    if current.recording() is None and (twin := optimizer.__dict__.get(TWIN)) is not None:
+        twin.drop_unbegun()
+
+
+register_optimizer_step_pre_hook(_before_eager_step)
 
 
 def _without_twin(kind: type) -> str:
@@ -90,12 +97,13 @@ def _recorded(original: Any, record: Callable[[torch.optim.Optimizer, Any], Any]
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if current.recording() is None:
             return original(self, *args, **kwargs)
-        if any(value is not None for value in (*args, *kwargs.values())):
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        if len(given) > 1 or not all(map(callable, given)):
             raise Unsupported(
-                f"{type(self).__name__}.step() of a class of your own is recorded without arguments: call a closure "
-                f"above, `loss = closure(); step = optimizer.step()`, and keep others in the groups{at_line()}"
+                f"{type(self).__name__}.step() of a class of your own is recorded with a closure or without arguments: "
+                f"keep others in the groups{at_line()}"
             )
-        return record(self, None)
+        return record(self, given[0] if given else None)
 
     return step
 

@@ -86,6 +86,28 @@ def _rounded(function: Callable[..., Any], rounding: Callable[[torch.Tensor], to
     return number
 
 
+def _computed(function: Callable[..., Any], compute: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """A function of ``math`` of recorded numbers: each run has its own, nan or inf where Python raises."""
+
+    def number(*args: Any) -> Any:
+        found = [_recorded(item) for item in args]
+        recorder = next((each[0] for each in found if each is not None), None)
+        if recorder is None:
+            return function(*args)
+        dtypes = [_kind(each[1], float) for each in found if each is not None]
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        whole = [torch.full((), item, dtype=dtype) if each is None else _number(recorder, each[1], dtype)
+                 for item, each in zip(args, found, strict=True)]  # fmt: skip
+        result = compute(*whole)
+        return _number(recorder, recorder.handle(result), result.dtype)
+
+    return number
+
+
+def _log(x: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.log(x) if base is None else torch.log(x) / torch.log(base)
+
+
 def _is_taken(item: Any) -> bool:
     """Whether a recorded value is a Python number that staged code took, or computed from such numbers alone."""
     found = _recorded(item)
@@ -170,8 +192,41 @@ def _sampled(recorder: Recorder, tensor: Tensor, how: str) -> Any:
     return tensor.sample.item()
 
 
+_OF_MATH = (
+    "sqrt",
+    "pow",
+    "exp",
+    "expm1",
+    "log2",
+    "log10",
+    "log1p",
+    "sin",
+    "cos",
+    "tan",
+    "asin",
+    "acos",
+    "atan",
+    "atan2",
+    "sinh",
+    "cosh",
+    "tanh",
+    "asinh",
+    "acosh",
+    "atanh",
+    "hypot",
+    "copysign",
+    "fmod",
+    "erf",
+    "erfc",
+    "isfinite",
+    "isinf",
+    "isnan",
+)  # of the same names in torch
 NUMBERS: dict[Any, Callable[..., Any]] = {
     **{kind: _taken(kind, kind) for kind in (float, int, bool)}, round: _round, str: _text(str), repr: _text(repr),
     math.floor: _rounded(math.floor, torch.floor), math.ceil: _rounded(math.ceil, torch.ceil),
-    math.trunc: _rounded(math.trunc, torch.trunc), divmod: _divmod, type: _type, isinstance: _isinstance,
+    math.trunc: _rounded(math.trunc, torch.trunc), math.log: _computed(math.log, _log),
+    **{getattr(math, name): _computed(getattr(math, name), getattr(torch, name)) for name in _OF_MATH},
+    math.fabs: _computed(math.fabs, torch.abs), math.degrees: _computed(math.degrees, torch.rad2deg),
+    math.radians: _computed(math.radians, torch.deg2rad), divmod: _divmod, type: _type, isinstance: _isinstance,
 }  # fmt: skip
