@@ -102,11 +102,11 @@ def connect(
     a `distributed.Security` for tls:// addresses. insecure: allow a plain address on another machine. timeout in
     seconds for everything; after two seconds it says which workers are up. Of a cluster that is started here, threads:
     of each worker (one); memory: the limit of each worker, bytes or text such as ``"2GB"``; dashboard: Dask's, whose
-    address is in the status. lossy: floating numbers that cross in 16 bits, by class: ``{"gradients": "bfloat16"}`` of
-    those that tasks send to servers, ``"edges"`` of values that tasks send each other in a step over several of them;
-    ``"bfloat16"``, ``"bfloat16_truncated"`` or ``"float16"``. Values of Variables, integers, sums of ``exact=True`` and
-    checkpoints are never rounded. Raises Unavailable naming the address,
-    InvalidArgument, InsecureAddress, VersionMismatch, DeadlineExceeded, FailedPrecondition for a worker whose task does
+    address is in the status. lossy: floating numbers that cross in fewer bits, by class: ``{"gradients": "bfloat16"}``
+    of those that tasks send to servers, ``"edges"`` of values that tasks send each other in a step over several of
+    them; ``"bfloat16"``, ``"bfloat16_truncated"``, ``"float16"`` or ``"int8"``. Values of Variables, integers, sums of
+    ``exact=True`` and checkpoints are never rounded. Raises Unavailable naming the address, InvalidArgument,
+    InsecureAddress, VersionMismatch, DeadlineExceeded, FailedPrecondition for a worker whose task does
     not start; nothing is left running then.
     """
     if name is not None:
