@@ -505,7 +505,7 @@ class Session:
         if self.cluster is not None:
             return self._there(prepared, tensors, timeout)
         while notices:
-            warnings.warn(notices.pop(), stacklevel=user_level(None))
+            warnings.warn(notices.pop()(), stacklevel=user_level(None))
         program, forward = prepared.code.at(shapes)
         self._ran = prepared.code
         results = self._steps.step(prepared, program, tensors, timeout, forward, program.commit, cut)

@@ -38,8 +38,8 @@ def pull_first(holder: Holder, *_: Any) -> None:
         return
     tensors = set(map(id, tensors_of(holder)))
     told = [cluster.show(tensors) for cluster in connected.everyone()]
-    for text in connected.notices if not any(told) else ():
-        warnings.warn(f"state_dict() holds the last pulled values: {text}", stacklevel=user_level(None))
+    for notice in connected.notices if not any(told) else ():
+        warnings.warn(f"state_dict() holds the values here: {notice()}", stacklevel=user_level(None))
 
 
 def tensors_of(holder: Holder) -> Iterator[torch.Tensor]:

@@ -335,7 +335,7 @@ class VariablesThere:
         self._due = 0.0
 
     def refresh(self, *, pulls: bool = True) -> None:
-        """A copy held by other processes, and a pull, now and then while training, for the loss of a server.
+        """A copy held by other processes, and a pull, now and then while steps are taken, for the loss of a server.
 
         pulls: whether the notebook has a copy, too.
 
