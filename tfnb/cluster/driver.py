@@ -512,9 +512,10 @@ class Cluster:
         with self._with_newest():
             return self._variables.pull()
 
-    def show(self, tensors: Collection[int]) -> bool:
-        """Refresh the local storages before a ``state_dict()`` of these tensors (by id); returns whether with a
-        warning.
+    def show(self, tensors: Collection[int], reader: str) -> bool:
+        """Refresh the local storages before these tensors (by id) are read; returns whether with a warning.
+
+        reader: what reads them, for the warning.
 
         With a server lost, and in the event loop, which cannot wait for itself, they show the last pulled values.
         """
@@ -531,7 +532,7 @@ class Cluster:
                     raise
                 why = error.message
         if why:
-            text = f"state_dict() holds the last pulled values, of step {self.pulled_step}: {why}"
+            text = f"{reader} has the last pulled values, of step {self.pulled_step}: {why}"
             warnings.warn(text, stacklevel=user_level(None))
         return bool(why)
 

@@ -9,14 +9,21 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tfnb.graph.setting import setting
 
 if TYPE_CHECKING:
     from tfnb.graph.graph import Graph
     from tfnb.graph.node import Node
     from tfnb.graph.variable import Variable
+
+
+P, R = ParamSpec("P"), TypeVar("R")
 
 
 class Autograd(Protocol):
@@ -95,6 +102,29 @@ extensions: list[Callable[[Any], AbstractContextManager[None]]] = []
 def recording() -> OpenRecording | None:
     """The innermost open recording of this thread."""
     return stack.open[-1] if stack.open else None
+
+
+def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
+    """A function whose work belongs to no recording that is open where it is called, such as a run of another graph.
+
+    >>> import torch, tfnb
+    >>> with tfnb.record():
+    ...     double = tfnb.placeholder(torch.ones(2)) * 2
+    >>> with tfnb.record() as graph:
+    ...     found = tfnb.run(double, {double.node.inputs[0]: torch.ones(2)})
+    >>> found, len(graph.nodes)
+    (tensor([2., 2.]), 0)
+    """
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True
+        if not stack.open:
+            return function(*args, **kwargs)
+        with setting(stack, open=[]), _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return called
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:

@@ -18,10 +18,10 @@ import torch
 
 from tfnb.cluster.engine.engine import Engine, Pins
 from tfnb.cluster.notebook.holdings import Holdings
+from tfnb.cluster.notebook.module_reads import Hooks
 from tfnb.cluster.notebook.pinned_values import PinnedValues
 from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.recovery_copies import CheckpointCopy, CopySet, RecoveryCopies
-from tfnb.cluster.notebook.state_dicts import Hooks
 from tfnb.cluster.queues.contents_there import Copies
 from tfnb.cluster.wire.messages import Ask
 from tfnb.errors import Aborted, FailedPrecondition, InvalidArgument, TfnbError
