@@ -512,8 +512,8 @@ class Cluster:
         with self._with_newest():
             return self._variables.pull()
 
-    def show(self, tensors: Collection[int], reader: str) -> bool:
-        """Refresh the local storages before these tensors (by id) are read; returns whether with a warning.
+    def show(self, tensors: Collection[int] | None, reader: str) -> bool:
+        """Refresh the local storages before these tensors (by id), or all, are read; returns whether with a warning.
 
         reader: what reads them, for the warning.
 

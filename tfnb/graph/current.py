@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from tfnb.graph.variable import Variable
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Autograd(Protocol):
@@ -89,6 +90,7 @@ class OpenRecording(Protocol):
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.open: list[OpenRecording] = []
+        self.left: list[OpenRecording] = []  # those around a run, which is no part of them
         self.used_outside = deque[Callable[[], Any]](
             maxlen=1
         )  # the last recorded tensor in an op outside, while it lives
@@ -102,6 +104,11 @@ extensions: list[Callable[[Any], AbstractContextManager[None]]] = []
 def recording() -> OpenRecording | None:
     """The innermost open recording of this thread."""
     return stack.open[-1] if stack.open else None
+
+
+def open_of(graph: Graph) -> OpenRecording | None:
+    """The open recording of this thread that records into a graph, also from within a run."""
+    return next((recording for recording in (*stack.left, *stack.open) if recording.graph is graph), None)
 
 
 def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
@@ -121,7 +128,7 @@ def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
         __tracebackhide__ = True
         if not stack.open:
             return function(*args, **kwargs)
-        with setting(stack, open=[]), _disable_current_modes():
+        with setting(stack, open=[], left=[*stack.left, *stack.open]), _disable_current_modes():
             return function(*args, **kwargs)
 
     return called

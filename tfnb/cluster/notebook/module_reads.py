@@ -1,4 +1,4 @@
-"""Hooks that pull values from the servers before a module is called, or ``state_dict()`` of it or of an optimizer.
+"""Hooks that pull values from the servers before a module is called, recorded, or asked for its ``state_dict()``.
 
 The hook of ``state_dict()`` stands in the objects themselves, which are pickled and copied with it: it is a function,
 and finds clusters when it is called. A copy has the hook, but does not stand in `_holders`, and nothing is done for it.
@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.cluster import connected
-from tfnb.graph import Variable
+from tfnb.graph import Variable, current
 from tfnb.graph.current import recording
 from tfnb.recording.marks.notes import user_level
 
@@ -31,8 +31,6 @@ Holder = nn.Module | Optimizer
 
 _FIRED_AGAIN = r"Using `torch\.compile\(module\)` when there are global hooks"  # what torch says of its wrapper
 _holders = WeakIdKeyDictionary()  # module or optimizer -> how many clusters hold Variables of it
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_holders.clear)  # a forked child has no thread that would ask the servers
 
 
 def pull_first(holder: Holder, *_: Any) -> None:
@@ -49,8 +47,29 @@ def _pull_before_call(module: nn.Module, _: Any) -> None:
         _pull(module, f"this call of {type(module).__name__}")
 
 
-def _pull(holder: Holder, reader: str) -> None:
-    tensors = set(map(id, tensors_of(holder)))
+@contextmanager
+def _pull_before_recording(recorder: Any) -> Iterator[None]:
+    """What each recording opens with: samples are computed with the values of now."""
+    if not recorder.lazy:
+        _pull(None, "this recording")
+    yield
+
+
+def _forget() -> None:
+    """A forked child has no thread that would ask the servers."""
+    _holders.clear()
+    current.extensions.remove(_pull_before_recording)
+
+
+current.extensions.append(_pull_before_recording)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+@current.unrecorded
+def _pull(holder: Holder | None, reader: str) -> None:
+    """Pull what one object reads, or all, where it is newer on servers."""
+    tensors = None if holder is None else set(map(id, tensors_of(holder)))
     told = [cluster.show(tensors, reader) for cluster in connected.everyone()]
     for notice in connected.notices if not any(told) else ():
         warnings.warn(f"{reader} has the values here: {notice()}", stacklevel=user_level(None))

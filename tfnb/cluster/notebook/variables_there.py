@@ -309,10 +309,14 @@ class VariablesThere:
             self._unseen.add(folder)
             self.engine.notes.append(text)
 
-    def show(self, tensors: Collection[int]) -> None:
-        """Pull, if servers have a newer value of one of these tensors (by id). Local writes stay."""
+    def show(self, tensors: Collection[int] | None) -> None:
+        """Pull, if servers have a newer value of one of these tensors (by id), or of any. Local writes stay."""
         newer = [variable for variable in self.held.variables if variable.key in self.held.stale]
-        if any(variable.held is not None and id(variable.held.tensor()) in tensors for variable in newer):
+        if tensors is None:
+            is_asked = bool(newer)
+        else:
+            is_asked = any(variable.held is not None and id(variable.held.tensor()) in tensors for variable in newer)
+        if is_asked:
             self.pull(self.held.written(self.held.variables, thorough=True))
 
     def assigned(self, variable: Variable, value: torch.Tensor) -> None:
