@@ -165,5 +165,5 @@ def test_a_constant_that_nothing_uses_is_kept_while_it_has_a_name(request: Any) 
 def test_a_tensor_of_an_open_recording_says_so() -> None:
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.ones(2)) * 2
-        with pytest.raises(FailedPrecondition, match="not finished. Run it in a cell below the block"):
+        with pytest.raises(FailedPrecondition, match=r"not finished\. Run it in a cell below the block"):
             tfnb.Session(graph).run(x)
