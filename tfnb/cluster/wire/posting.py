@@ -168,23 +168,23 @@ def _tensor(value: torch.Tensor, loans: TaskLoans | None) -> tuple[int, tuple[in
 # -- strides ----------------------------------------------------------------------------------------------------------
 
 
-class _Span(NamedTuple):
-    """The memory of a strided tensor. ``count``: its elements, repeated ones once; ``length``: from first to last.
+class _StridedMemory(NamedTuple):
+    """The memory of a strided tensor. ``elements``: how many, repeated ones once; ``length``: from first to last.
 
     ``axes``: those with several elements, from the outermost in memory.
     """
 
-    count: int
+    elements: int
     length: int
     axes: tuple[int, ...]
 
 
 @lru_cache(1024)
-def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> _Span | None:
+def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> _StridedMemory | None:
     """The memory that these strides span; None where elements share places otherwise than as an expanded axis does.
 
     >>> _span((2, 3, 5), (1, 4, 0))
-    _Span(count=6, length=10, axes=(1, 0))
+    _StridedMemory(elements=6, length=10, axes=(1, 0))
     >>> _span((3, 2), (1, 1)) is None
     True
     """
@@ -196,7 +196,7 @@ def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> _Span | None:
         if stride < length:
             return None
         count, length = count * sizes[axis], length + (sizes[axis] - 1) * stride
-    return _Span(count, length, tuple(axis for _, axis in reversed(axes)))
+    return _StridedMemory(count, length, tuple(axis for _, axis in reversed(axes)))
 
 
 @lru_cache(1024)
@@ -215,7 +215,7 @@ def _kept_strides(value: torch.Tensor) -> tuple[int, ...]:
     if len(sizes) > DIMS_CAP or strides == _row_major(sizes):
         return ()
     span = _span(sizes, strides)
-    if span is None or span.length > max(GAPS * span.count, LEND // value.itemsize):
+    if span is None or span.length > max(GAPS * span.elements, LEND // value.itemsize):
         return ()
     return strides
 
@@ -231,7 +231,7 @@ def _with_strides(found: torch.Tensor, sizes: tuple[int, ...], strides: tuple[in
     """The tensor with these strides, of its elements in the order of memory."""
     span = _span(sizes, strides)
     assert span is not None
-    if span.length > span.count:
+    if span.length > span.elements:
         whole = found.new_empty(span.length)
         inner = [sizes[at] for at in span.axes]
         whole.as_strided(inner, [strides[at] for at in span.axes]).copy_(found.view(inner))
@@ -362,7 +362,7 @@ class PostReader:
         if span.length * dtype.itemsize > self._budget:
             asked = span.length * dtype.itemsize
             raise ResourceExhausted(f"bytes that a tensor spans: asked {asked}, used 0, limit {self._budget}")
-        return span.count * dtype.itemsize
+        return span.elements * dtype.itemsize
 
     def _begin(self, head: _Head, start: int) -> int:
         """Begin a large tensor with the bytes that have come; memory pages of the rest are not touched yet."""
