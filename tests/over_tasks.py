@@ -76,7 +76,16 @@ def draws(x: torch.Tensor) -> torch.Tensor:
     return carry + rows.sum(0)
 
 
-MODELS: list[Model] = [layers, loop, branch, loop_in_branch, sizes, draws]
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """Values that are not contiguous cross: sums of a contiguous copy round otherwise."""
+    with on(0):
+        table = torch.sin(x.sum() * torch.linspace(0.1, 1, 300 * 70).reshape(300, 70))
+        turned, thirds = table.t(), table[:, ::3]
+    with on(1):
+        return x + turned.sum(0)[:8] + thirds.sum(1)[:8] + thirds.mean()
+
+
+MODELS: list[Model] = [layers, loop, branch, loop_in_branch, sizes, draws, strided]
 
 
 def trained() -> tuple[tfnb.Graph, Any, Any, Any]:

@@ -382,6 +382,37 @@ def test_without_restarts_the_values_left_are_the_holders(connect: Any) -> None:
     assert striking.counters.counts() == [left + 1] * 2
 
 
+@pytest.mark.parametrize("found_by", ["run", "the next run", "connect", "close"])
+def test_values_of_a_loop_of_runs_are_the_holders(dask: Client, connect: Any, found_by: str) -> None:
+    """The loss is the error of a run; found between two runs, whatever comes next has the newest values."""
+    cluster, counters, end = connect(2), Counters(shards=2), time.monotonic() + SOON
+    one = {counters.x: torch.ones(4)}
+    while (copy := newest(cluster)) is None or copy.pins.step < 10:
+        assert time.monotonic() < end, "no copy was made in time"
+        tfnb.run(counters.train, one)
+    kill(cluster._engine.servers[-1])
+    taken = 0
+    if found_by == "run":
+        with pytest.raises(ParameterServerLost, match=r"hold the copy held by task:[01].*, of step \d+") as caught:
+            while True:
+                tfnb.run(counters.train, one)
+        assert counters.counts() == [caught.value.details["pulled_step"]] * 2
+    else:
+        with pytest.raises(ParameterServerLost):
+            cluster._do("finding the loss", None, cluster._variables.bring_home)
+    if found_by == "the next run":
+        with pytest.warns(UserWarning, match=r"runs are here now, with the values of its step \d\d"):
+            tfnb.run(counters.train, one)
+        taken = 1
+    if found_by == "connect":
+        workers(dask, WORKERS)
+        connect(2)
+    if found_by == "close":
+        cluster.close()
+    first, second = counters.counts()
+    assert first == second >= copy.pins.step + taken
+
+
 @pytest.mark.slow
 def test_what_was_assigned_since_the_copy_stays(connect: Any) -> None:
     rate, weight, x, train = rated("assigned_since")

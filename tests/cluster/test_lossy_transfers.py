@@ -21,6 +21,17 @@ ROWS, RATE, STEPS = 12, 0.5, 3
 Lossy = Mapping[str, Any]
 
 
+def in_levels(tensor: torch.Tensor) -> torch.Tensor:
+    step = tensor.abs().max() / 126
+    return (tensor / step).round() * step
+
+
+ROUNDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "bfloat16": lambda tensor: tensor.bfloat16().to(tensor.dtype),
+    "int8": in_levels,
+}
+
+
 @pytest.fixture
 def lossy(dask: Client) -> Iterator[Callable[..., Cluster]]:
     """``lossy(formats)``: a connection with two tasks."""
@@ -46,7 +57,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(ROWS, 5, generator=gen), torch.randint(0, 3, (ROWS,), generator=gen)
 
 
-def by_hand(tasks: int) -> list[torch.Tensor]:
+def by_hand(tasks: int, format: str) -> list[torch.Tensor]:
     """SGD in plain torch, whose gradients are means over tasks of what these would send."""
     net, (x, y) = model(), data()
     for _ in range(STEPS):
@@ -54,7 +65,7 @@ def by_hand(tasks: int) -> list[torch.Tensor]:
         for task in range(tasks):
             rows = slice(task * ROWS // tasks, (task + 1) * ROWS // tasks)
             found = torch.autograd.grad(F.cross_entropy(net(x[rows]), y[rows]), [*net.parameters()])
-            parts.append([each.to(torch.bfloat16).float() for each in found])
+            parts.append([ROUNDED[format](each) for each in found])
         with torch.no_grad():
             for parameter, *grads in zip(net.parameters(), *parts, strict=True):
                 parameter -= RATE * torch.stack(grads).mean(0)
@@ -70,12 +81,13 @@ def fitted(name: str, **options: Any) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in net.state_dict().values()]
 
 
+@pytest.mark.parametrize("format", ROUNDED)
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_gradients_are_rounded_once_and_averaged_in_full(lossy: Callable[..., Cluster], mode: str) -> None:
-    cluster = lossy({"gradients": "bfloat16"}, 2 if mode == "sync" else 3)
-    assert "gradients as bfloat16" in str(cluster.status())
-    found = fitted(f"rounded_{mode}", mode=mode)
-    torch.testing.assert_close(found, by_hand(len(cluster.tasks)), rtol=1e-6, atol=1e-7)
+def test_gradients_are_rounded_once_and_averaged_in_full(lossy: Callable[..., Cluster], mode: str, format: str) -> None:
+    cluster = lossy({"gradients": format}, 2 if mode == "sync" else 3)
+    assert f"gradients as {format}" in str(cluster.status())
+    found = fitted(f"rounded_{mode}_{format}", mode=mode)
+    torch.testing.assert_close(found, by_hand(len(cluster.tasks), format), rtol=1e-6, atol=1e-7)
     assert not all(torch.equal(mine, exact) for mine, exact in zip(found, by_hand_exactly(), strict=True))
 
 
@@ -101,22 +113,23 @@ def over_two_tasks(name: str) -> tuple[Any, Any, torch.Tensor]:
     return out, x, values
 
 
-def test_values_between_tasks_are_half_as_many_bytes_and_integers_are_exact(
-    lossy: Callable[..., Cluster], dask: Client
+@pytest.mark.parametrize(("format", "size"), [("bfloat16", 2), ("int8", 1)])
+def test_values_between_tasks_are_fewer_bytes_and_integers_are_exact(
+    lossy: Callable[..., Cluster], dask: Client, format: str, size: int
 ) -> None:
     sent = []
-    for number, formats in enumerate(({}, {"edges": "bfloat16"})):
+    for number, formats in enumerate(({}, {"edges": format})):
         cluster = lossy(formats)
-        out, x, values = over_two_tasks(f"edges_{number}")
+        out, x, values = over_two_tasks(f"edges_{format}_{number}")
         tfnb.run(out, {x: values})
         before = moved(dask)
         found = tfnb.run(out, {x: values})
         sent.append(moved(dask) - before)
-        rounded = values.sin() if not formats else values.sin().to(torch.bfloat16).double()
+        rounded = values.sin() if not formats else ROUNDED[format](values.sin())
         expected = (rounded.cos() + values.argmax(1)[:, None]).mean(1)
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
         cluster.close()
-    saved = 300 * 200 * (8 - 2)  # at each end, once sent and once got
+    saved = 300 * 200 * (8 - size)  # at each end, once sent and once got
     assert (sent[0] - sent[1]) == pytest.approx(2 * saved, abs=2000)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import tfnb
 from tfnb.cluster.driver import Cluster
-from tfnb.cluster.notebook.state_dicts import pull_first
+from tfnb.cluster.notebook.module_reads import pull_first
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randn(60, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -88,6 +88,55 @@ def test_a_state_dict_after_runs_of_ones_own_is_that_of_torch(connect, monkeypat
     for number, state in expected["state"].items():
         alike(found["state"][number], state)
     alike(twin.model.state_dict(), twin.plain.state_dict())
+
+
+def test_a_call_of_the_model_after_runs_of_ones_own_is_that_of_torch(connect, monkeypatch) -> None:
+    twin = Twin(lr=0.05)
+    pulls = counted(connect(1), monkeypatch)
+    for wrapped in (twin.model, nn.DataParallel(twin.model), torch.compile(twin.model, backend="eager")):
+        twin.run(2)
+        for model in (twin.model, twin.plain):
+            model.eval()
+        torch.testing.assert_close(wrapped(X), twin.plain(X), rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(
+            twin.model[2](X @ torch.ones(4, 6).double()), twin.plain[2](X @ torch.ones(4, 6).double())
+        )
+        for model in (twin.model, twin.plain):
+            model.train()
+    assert pulls == [2, 4, 6], "one for a call, and none where nothing is newer there"
+    twin.run(1)
+    with tfnb.record():
+        found = twin.model(tfnb.constant(X))
+    twin.plain.train()
+    torch.testing.assert_close(found.sample, twin.plain(X), rtol=1e-7, atol=1e-9)
+    assert pulls == [2, 4, 6, 7], "one for a recording, whose samples are those of now"
+
+
+def test_a_call_in_mid_training_has_the_weights_of_one_step(connect) -> None:
+    """Each step adds 1 to all weights of all layers, while calls come from another thread."""
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(3)))
+    for part in model:
+        nn.init.zeros_(part.weight)
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(2))
+        step = tfnb.train.SGD(1.0).minimize(-sum(part.weight.sum() for part in model) * x.mean())
+    connect(2)
+    seen: list[tuple[float, ...]] = []
+
+    def call() -> None:
+        with torch.no_grad():
+            seen.append((model(torch.ones(1)).item(), *(part.weight.item() for part in model)))
+
+    class Looks:
+        def on_step(self, progress: Any) -> None:
+            if progress.step % 10 == 0:
+                call()
+
+    tfnb.fit(step, {x: torch.ones(200)}, epochs=1, batch_size=2, mode="async", callbacks=[Looks()])
+    call()
+    assert len(seen) > 5 and seen[-1] == (1e6, 100.0, 100.0, 100.0)
+    assert all(product == first * second * third for product, first, second, third in seen), seen
+    assert all(len(set(weights)) == 1 for _, *weights in seen), seen
 
 
 def test_wrappers_that_come_later_and_a_reused_destination(connect, monkeypatch) -> None:
@@ -217,13 +266,15 @@ def test_callbacks_of_fit_and_other_threads_see_whole_steps(connect, mode: str) 
     assert all(len(values) == 1 for values in seen[:there]), seen
 
 
-def test_nothing_is_asked_in_a_recording_or_a_forked_child(connect, monkeypatch) -> None:
+def test_nothing_is_asked_in_a_recording_or_a_forked_child(connect) -> None:
     twin = Twin(lr=0.05)
-    pulls = counted(connect(1), monkeypatch)
+    cluster = connect(1)
     twin.run(1)
     with tfnb.record():
+        tfnb.run(twin.step, {twin.x: rows(1)[0], twin.y: rows(1)[1]})
         twin.model.state_dict()
-    assert pulls == []
+    assert cluster.pulled_step == 1, "as each recording does first, and then none"
+    twin.eager()
     child = os.fork()
     if not child:
         try:
@@ -233,21 +284,22 @@ def test_nothing_is_asked_in_a_recording_or_a_forked_child(connect, monkeypatch)
     end = time.monotonic() + 30
     while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
         time.sleep(0.02)
-    assert done == (child, 0) and pulls == []
+    assert done == (child, 0) and cluster.pulled_step == 1
     alike(twin.model.state_dict(), twin.plain.state_dict())
 
 
-def test_with_a_server_lost_the_last_pulled_values_and_their_step(connect) -> None:
+def test_with_a_server_lost_the_last_pulled_values_and_their_step(connect, monkeypatch) -> None:
+    monkeypatch.setattr("tfnb.cluster.notebook.variables_there.REFRESH", 1e9)  # no copy at other processes
     twin = Twin(torch.optim.SGD, lr=0.05)
     cluster = connect(3)
     twin.run(2)
     pulled = {name: value.clone() for name, value in twin.model.state_dict().items()}
     twin.run(3)
     os.kill(cluster._engine.servers[0].info["pid"], signal.SIGKILL)
-    with pytest.warns(UserWarning, match=r"state_dict\(\) holds the last pulled values.*step 2"):
+    with pytest.warns(UserWarning, match=r"state_dict\(\) has the last pulled values.*step 2"):
         found = twin.model.state_dict()
     alike(found, pulled)
-    with pytest.warns(UserWarning, match=r"state_dict\(\) holds the last pulled values.*step 2"):
+    with pytest.warns(UserWarning, match=r"state_dict\(\) has the values here: the cluster was lost.*step 2"):
         twin.optimizer.state_dict()
     alike(copy.deepcopy(twin.model).state_dict(), pulled)
     with pytest.warns(UserWarning, match="the cluster was lost"):

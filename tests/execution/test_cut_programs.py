@@ -274,8 +274,39 @@ def queues(x: torch.Tensor, kept: Kept) -> Any:
     return first * x, second + first
 
 
+def routed(x: torch.Tensor, kept: Kept) -> Any:
+    """A mixture of experts: rows go to the expert that a gate chooses, and come back."""
+    gate = torch.softmax(x * kept.v, 1)
+    weight, chosen = gate.max(1)
+    out = torch.zeros_like(x)
+    for expert in range(2):
+        rows = (chosen == expert).nonzero().squeeze(1)
+        made = torch.tanh(x.index_select(0, rows) * (expert + 1)) * weight[rows].unsqueeze(1)
+        out = out.index_add(0, rows, made)
+    return out, chosen, *tfnb.gradients(out.square().sum(), [x, kept.v])
+
+
+def views(x: torch.Tensor, kept: Kept) -> Any:
+    """Views that are written through, and read by others."""
+    whole = x.clone()
+    column, turned = whole[:, :1], whole.t()
+    column.mul_(2)
+    turned.add_(kept.v.read().unsqueeze(1))
+    whole[0] = 7
+    whole.view(-1)[::2].neg_()
+    return whole, column.sum(), turned, whole[whole > 0].sum()
+
+
+def spectra(x: torch.Tensor, kept: Kept) -> Any:
+    found = torch.fft.fft(x, dim=0) * torch.complex(kept.v.read(), kept.w.read())
+    back = torch.fft.ifft(found.conj(), dim=0)
+    (dx,) = tfnb.gradients(found.abs().sum() + back.real.square().sum(), [x])
+    return found, back.imag, torch.view_as_real(back), dx
+
+
 PROGRAMS: list[Callable[[torch.Tensor, Kept], Any]] = [
-    variables, written_in_loops, draws, sizes, absent, guards, three_deep, scans, maps, arrays, queues
+    variables, written_in_loops, draws, sizes, absent, guards, three_deep, scans, maps, arrays, queues, routed, views,
+    spectra,
 ]  # fmt: skip
 
 

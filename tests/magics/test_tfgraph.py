@@ -625,6 +625,33 @@ def test_a_cell_that_records_nothing_says_so_and_draws_no_empty_graph(notebook):
     notebook.ok("%tfgraph off")
 
 
+def test_cells_below_tfgraph_on_run_fit_and_call_what_cells_above_recorded(notebook: Any) -> None:
+    """Their runs are those of cells that are not recorded, and the graph gets no node of them."""
+    for name, opt in (("model", "opt"), ("plain", "other")):
+        notebook.ok(f"torch.manual_seed(0)\n{name}, rows = nn.Linear(3, 1), torch.rand(8, 3)")
+        notebook.ok(f"{opt} = torch.optim.SGD({name}.parameters(), 0.1)")
+    notebook.ok("%tfgraph on followed --no-show")
+    notebook.ok("x = tfnb.placeholder(rows)\nloss = model(x).square().mean()")
+    notebook.ok("opt.zero_grad()\nloss.backward()\nstep = opt.step()")
+    count = len(tfnb.graph("followed").nodes)
+    notebook.ok("for _ in range(3):\n    found, _ = tfnb.run([loss, step], {x: rows})")
+    notebook.ok("tfnb.fit(step, {x: rows}, batch_size=8, steps=2, watch=())")
+    notebook.ok("call = tfnb.Session('followed').make_callable([loss, step], [x])")
+    notebook.ok("last, _ = call(rows)\nscaled = last * 2 + found.item()")
+    assert len(tfnb.graph("followed").nodes) == count + 3, "the last cell's own"
+    notebook.ok("%tfgraph off")
+    names, losses = notebook.names, []
+    for _ in range(6):
+        losses.append(names["plain"](names["rows"]).square().mean())
+        names["other"].zero_grad()
+        losses[-1].backward()
+        names["other"].step()
+    assert [names["found"].item(), names["last"].item()] == pytest.approx(
+        [losses[2].item(), losses[5].item()], rel=1e-5
+    )
+    assert tfnb.run(names["scaled"]).item() == pytest.approx(2 * losses[5].item() + losses[2].item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["loss", "train"])
 def test_what_is_no_more_in_the_graph_is_shown_as_that(notebook, name):
     notebook.ok(

@@ -9,7 +9,7 @@ import torch
 
 import tfnb
 from tests.recording.test_cells import Notebook
-from tfnb.errors import StaleNode
+from tfnb.errors import FailedPrecondition, StaleNode
 
 X = "x = tfnb.placeholder(torch.tensor([[1., 2.], [3., 4.], [5., 6.]]), {shape}name='x')"
 FED = torch.tensor([[2.0, 3.0], [5.0, 7.0]])
@@ -165,5 +165,5 @@ def test_a_constant_that_nothing_uses_is_kept_while_it_has_a_name(request: Any) 
 def test_a_tensor_of_an_open_recording_says_so() -> None:
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.ones(2)) * 2
-        with pytest.raises(StaleNode, match="not finished"):
+        with pytest.raises(FailedPrecondition, match=r"not finished\. Run it in a cell below the block"):
             tfnb.Session(graph).run(x)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 _current: list[Any] = []
-notices: list[str] = []  # that a cluster was lost, until a run here has said so
+notices: list[Callable[[], str]] = []  # that a cluster was lost, until a run here has said so
 
 
 def connected(own: Any = None) -> Any:

@@ -70,7 +70,6 @@ SHOWN = 5  # lines of the status that tell who came and who left
 ENDED_WITHIN = 5.0  # seconds that a training has to end where a server was lost
 REPLACED_WITHIN = 20.0  # seconds that a recovery waits for as many workers as there were, if a nanny starts them
 RECOVERED_WITHIN = 60.0  # seconds that a recovery may take
-_LOST = "the cluster was lost: runs are here now, with the values of its step {}"
 
 
 def connect(
@@ -102,17 +101,19 @@ def connect(
     a `distributed.Security` for tls:// addresses. insecure: allow a plain address on another machine. timeout in
     seconds for everything; after two seconds it says which workers are up. Of a cluster that is started here, threads:
     of each worker (one); memory: the limit of each worker, bytes or text such as ``"2GB"``; dashboard: Dask's, whose
-    address is in the status. lossy: floating numbers that cross in 16 bits, by class: ``{"gradients": "bfloat16"}`` of
-    those that tasks send to servers, ``"edges"`` of values that tasks send each other in a step over several of them;
-    ``"bfloat16"``, ``"bfloat16_truncated"`` or ``"float16"``. Values of Variables, integers, sums of ``exact=True`` and
-    checkpoints are never rounded. Raises Unavailable naming the address,
-    InvalidArgument, InsecureAddress, VersionMismatch, DeadlineExceeded, FailedPrecondition for a worker whose task does
+    address is in the status. lossy: floating numbers that cross in fewer bits, by class: ``{"gradients": "bfloat16"}``
+    of those that tasks send to servers, ``"edges"`` of values that tasks send each other in a step over several of
+    them; ``"bfloat16"``, ``"bfloat16_truncated"``, ``"float16"`` or ``"int8"``. Values of Variables, integers, sums of
+    ``exact=True`` and checkpoints are never rounded. Raises Unavailable naming the address, InvalidArgument,
+    InsecureAddress, VersionMismatch, DeadlineExceeded, FailedPrecondition for a worker whose task does
     not start; nothing is left running then.
     """
     if name is not None:
         raise Unimplemented("connect(name=...): re-attaching to the state of an earlier notebook is not there yet")
     check_timeout(timeout)
     formats = LossyTransfers.of(lossy)
+    for notice in connected.notices:
+        notice()  # the newest values of a cluster that was lost are those that go to the next one
     end = time.monotonic() + timeout
     wanted = Requirements(ps, workers, {} if resources is None else resources)
     where = find(cluster, wanted, security, insecure, timeout, LocalWorkers(threads, memory, dashboard))
@@ -293,7 +294,8 @@ class Cluster:
 
     def run(self, step: StepGraph, tensors: Sequence[torch.Tensor], **options: Any) -> list[torch.Tensor | None]:
         """Run one step, on one task or on the tasks requested by its nodes; returns the fetched values: `Steps.run`."""
-        return self._steps.run(step, tensors, **options)
+        with self._with_newest():
+            return self._steps.run(step, tensors, **options)
 
     def train(
         self, step: StepGraph, source: Ahead | Iterable[StepFeeds | None], *, budget: RecoveryBudget | None = None,
@@ -367,15 +369,34 @@ class Cluster:
         """
         with self._recovering:
             if self._engine is lost and lost.lost is not None and not lost.is_closed:
-                before, step = self._values_here(), self.pulled_step
+                before = self._values_here()
                 if self._variables.recall(files=files):
                     for one in (error, lost.lost):
                         one.message = one.message.replace(before, self._values_here())
                         one.details = self._details()
-                    notices = connected.notices
-                    notices[:] = [_LOST.format(self.pulled_step) if n == _LOST.format(step) else n for n in notices]
                 for line in self._variables.passed_over:
                     error.message += f"\n  Passed over: {line}."
+
+    @contextmanager
+    def _with_newest(self) -> Iterator[None]:
+        """A block: where it ends with the loss of a server, the values here are the newest that processes hold."""
+        engine = self._engine
+        try:
+            yield
+        except ParameterServerLost as error:
+            self._newest(engine, error)
+            raise
+
+    def _newest(self, lost: Engine, error: TfnbError) -> None:
+        """`_recall`, but for a training in progress: that chooses among copies and checkpoints by itself."""
+        if not self._variables.training:
+            self._recall(lost, error, files=False)
+
+    def _notice(self) -> str:
+        """What the next run here says of the loss of the cluster, with the values here as new as they can be."""
+        if (error := self._engine.lost) is not None:
+            self._newest(self._engine, error)
+        return f"the cluster was lost: runs are here now, with the values of its step {self.pulled_step}"
 
     def recover(
         self, error: ParameterServerLost, budget: RecoveryBudget, kept: int, end: float | None = None
@@ -488,11 +509,13 @@ class Cluster:
         self._waiting.ensure_open()
         self._variables.drop_gone()
         self._settle_writes()
-        return self._variables.pull()
+        with self._with_newest():
+            return self._variables.pull()
 
-    def show(self, tensors: Collection[int]) -> bool:
-        """Refresh the local storages before a ``state_dict()`` of these tensors (by id); returns whether with a
-        warning.
+    def show(self, tensors: Collection[int] | None, reader: str) -> bool:
+        """Refresh the local storages before these tensors (by id), or all, are read; returns whether with a warning.
+
+        reader: what reads them, for the warning.
 
         With a server lost, and in the event loop, which cannot wait for itself, they show the last pulled values.
         """
@@ -509,7 +532,7 @@ class Cluster:
                     raise
                 why = error.message
         if why:
-            text = f"state_dict() holds the last pulled values, of step {self.pulled_step}: {why}"
+            text = f"{reader} has the last pulled values, of step {self.pulled_step}: {why}"
             warnings.warn(text, stacklevel=user_level(None))
         return bool(why)
 
@@ -575,7 +598,7 @@ class Cluster:
         self._variables.release()
         self._steps.forget()
         if connected.connected() is self:
-            connected.notices.append(_LOST.format(self.pulled_step))
+            connected.notices.append(self._notice)
         connected.disconnect(self)
 
     def _details(self) -> dict[str, int]:
@@ -604,8 +627,10 @@ class Cluster:
         except Unavailable:
             self._engine.lose_scheduler()  # unless a server was
         finally:
-            if self._engine.lost is not None and not is_known:
-                warnings.warn(f"closed without the last values: {self._engine.lost}", stacklevel=2)
+            if (lost := self._engine.lost) is not None:
+                self._newest(self._engine, lost)
+                if not is_known:
+                    warnings.warn(f"closed without the last values: {lost}", stacklevel=2)
             self._end()
             self._where.close()
 
@@ -617,7 +642,8 @@ class Cluster:
                 await asyncio.wait_for(self._leave(SETTLE), SETTLE)
                 if self._engine.lost is None:
                     self._end()
-                    connected.notices.append("the Dask client was closed: the values came home, and runs are here now")
+                    text = "the Dask client was closed: the values came home, and runs are here now"
+                    connected.notices.append(lambda: text)
                     return
             self._engine.lose_scheduler()
 

@@ -40,6 +40,7 @@ from tfnb.fitting.fit_options import (
 )  # fmt: skip
 from tfnb.fitting.minimization import minimized
 from tfnb.fitting.outer_steps import ensure_no_outer, with_outer
+from tfnb.graph.current import unrecorded
 from tfnb.interrupts import handled
 from tfnb.recording import user_code_ran
 from tfnb.session import Session, default_session
@@ -120,6 +121,7 @@ class RunResult:
         return f"<div>{xml(self.summary)}</div>{memory}{curves}{table}"
 
 
+@unrecorded
 def fit(
     fetch: Fetches, data: Data, *, feeds: FeedKeys | None = None, epochs: int = 1, steps: int | None = None,
     batch_size: int | None = None, shuffle: bool = True, seed: int = 0, watch: Fetches | None = None,

@@ -9,14 +9,22 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tfnb.graph.setting import setting
 
 if TYPE_CHECKING:
     from tfnb.graph.graph import Graph
     from tfnb.graph.node import Node
     from tfnb.graph.variable import Variable
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Autograd(Protocol):
@@ -82,6 +90,7 @@ class OpenRecording(Protocol):
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.open: list[OpenRecording] = []
+        self.left: list[OpenRecording] = []  # those around a run, which is no part of them
         self.used_outside = deque[Callable[[], Any]](
             maxlen=1
         )  # the last recorded tensor in an op outside, while it lives
@@ -95,6 +104,34 @@ extensions: list[Callable[[Any], AbstractContextManager[None]]] = []
 def recording() -> OpenRecording | None:
     """The innermost open recording of this thread."""
     return stack.open[-1] if stack.open else None
+
+
+def open_of(graph: Graph) -> OpenRecording | None:
+    """The open recording of this thread that records into a graph, also from within a run."""
+    return next((recording for recording in (*stack.left, *stack.open) if recording.graph is graph), None)
+
+
+def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
+    """A function whose work belongs to no recording that is open where it is called, such as a run of another graph.
+
+    >>> import torch, tfnb
+    >>> with tfnb.record():
+    ...     double = tfnb.placeholder(torch.ones(2)) * 2
+    >>> with tfnb.record() as graph:
+    ...     found = tfnb.run(double, {double.node.inputs[0]: torch.ones(2)})
+    >>> found, len(graph.nodes)
+    (tensor([2., 2.]), 0)
+    """
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True
+        if not stack.open:
+            return function(*args, **kwargs)
+        with setting(stack, open=[], left=[*stack.left, *stack.open]), _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return called
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from types import FrameType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from tfnb.errors import Unsupported
 from tfnb.recording.marks.lasting_state import HOOKS, MODE
 from tfnb.recording.marks.notes import NESTED
+from tfnb.recording.marks.settings import REPLACES
 from tfnb.recording.marks.user_code import is_foreign
 from tfnb.recording.marks.while_recording import SharedContext, swapped
 from tfnb.recording.overrides.autograd_function import recorded_apply
@@ -73,6 +74,14 @@ class Patch(NamedTuple):
             if not having:
                 raise AttributeError(f"{name} of {owners} is not there to be patched")
             yield from ((owner, name) for owner in having)
+
+    def replacement(self, owner: Any, name: str) -> Any:
+        """What stands in place of an attribute; a function tells which one it replaces."""
+        original = getattr(owner, name)
+        new = self.make(original)
+        if isinstance(new, FunctionType) and new is not original:
+            setattr(new, REPLACES, original)
+        return new
 
 
 def _detect_causal(original: Original) -> Any:
@@ -459,7 +468,7 @@ PATCHES = (
 
 @contextmanager
 def _made() -> Iterator[None]:
-    changes = [(owner, name, patch.make(getattr(owner, name))) for patch in PATCHES for owner, name in patch.places()]
+    changes = [(owner, name, patch.replacement(owner, name)) for patch in PATCHES for owner, name in patch.places()]
     with swapped(*changes), torch.compiler.set_stance("force_eager"), torch.jit.optimized_execution(False):
         yield
 

@@ -33,6 +33,7 @@ from tfnb.execution.tiers.gain import ExpectedSteps
 from tfnb.gradients import IndexedSlices
 from tfnb.graph import Graph, Variable
 from tfnb.graph.collector import uncollected
+from tfnb.graph.current import unrecorded
 from tfnb.graph.resources import reset
 from tfnb.graph.variable_locks import LOCKS, VariableSnapshot
 from tfnb.memory import byte_count, least_budgets, step_passes
@@ -177,6 +178,7 @@ class Session:
 
     # -- running ------------------------------------------------------------------------------------------------
 
+    @unrecorded
     def run(
         self,
         fetches: Fetches,
@@ -268,6 +270,7 @@ class Session:
         asked = WHOLE if wanted.microbatches == AUTO else wanted
         prepared, budget = self._prepare(fetches, feeds, asked), self.memory_budget
 
+        @unrecorded
         def watched(*values: object) -> Any:
             watch = None if self._is_twin else self.graph.attached.get("watch")
             if watch is None or len(values) != len(feeds) or not (step := watch.next_step()):
@@ -505,7 +508,7 @@ class Session:
         if self.cluster is not None:
             return self._there(prepared, tensors, timeout)
         while notices:
-            warnings.warn(notices.pop(), stacklevel=user_level(None))
+            warnings.warn(notices.pop()(), stacklevel=user_level(None))
         program, forward = prepared.code.at(shapes)
         self._ran = prepared.code
         results = self._steps.step(prepared, program, tensors, timeout, forward, program.commit, cut)

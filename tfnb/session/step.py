@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.execution import Program
 from tfnb.execution.explain import explained
+from tfnb.graph.current import unrecorded
 from tfnb.graph.variable_locks import LOCKS, ensure_unchanged, versions
 from tfnb.interrupts import from_signal_handler
 from tfnb.session.feeding import Feeder
@@ -51,6 +52,7 @@ class PartialRun:
             n: [recorded[i] for i in program.node_of[n.name].control if i in recorded] for n in recorded.values()
         }
 
+    @unrecorded
     def feed(self, feed_dict: Mapping[Any, Any]) -> None:
         """Give values for some of the declared feeds; all or none. Raises InvalidArgument, FeedError, ShapeError."""
         self._ensure_open()
@@ -69,6 +71,7 @@ class PartialRun:
         given = self._program.apart(given, self._storages)  # before the commit writes
         self._known.update({self._inputs[i]: tensor for i, tensor in given.items()})
 
+    @unrecorded
     def fetch(self, fetches: Fetches, feed_dict: Mapping[Any, Any] | None = None) -> Any:
         """The values of some of the declared fetches, with their structure, after feeding ``feed_dict``.
 

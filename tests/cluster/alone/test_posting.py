@@ -23,7 +23,7 @@ from tfnb.cluster.wire.streams import StreamBroken
 from tfnb.errors import InvalidArgument, ProtocolError, ResourceExhausted, UnsupportedDtype
 
 HEAD = struct.Struct("<QqiBBBB")
-DEAD, NONE, INT, BOOL, FLOAT, META, TENSOR, LENT = range(8)
+DEAD, NONE, INT, BOOL, FLOAT, META, TENSOR, LENT, STRIDES = range(9)
 
 
 def data(*post, loans=None):
@@ -69,6 +69,56 @@ def test_dead_values_and_tensors_that_are_views_or_need_a_gradient():
     assert is_same(post.value, strided.detach()) and not post.value.requires_grad
 
 
+def images(*sizes):
+    return torch.randn(sizes).to(memory_format=torch.channels_last)
+
+
+STRIDED = {
+    "transposed": lambda: torch.randn(40, 500).t(),
+    "small": lambda: torch.randn(2, 3).t(),
+    "every third": lambda: torch.randn(30, 70)[:, ::3],
+    "one row of many": lambda: torch.randn(8, 16, 5)[:, 3],
+    "permuted": lambda: torch.randn(3, 4, 5, 6).permute(2, 0, 3, 1),
+    "expanded": lambda: torch.randn(30, 1, 7).expand(2, 30, 9, 7),
+    "one number": lambda: torch.randn(()).expand(6, 5),
+    "images": lambda: images(2, 3, 5, 7),
+    "images of one channel": lambda: images(2, 1, 5, 7),
+    "one image": lambda: images(1, 3, 5, 7),
+    "larger than a buffer": lambda: torch.randn(300, 700).t(),
+    "lent": lambda: torch.randn(700, 900).t(),
+    "lent, with gaps": lambda: torch.randn(900, 700)[:, 1::2],
+    "bfloat16": lambda: torch.randn(30, 70).bfloat16().t(),
+    "bool": lambda: (torch.randn(30, 70) > 0).t(),
+    "conjugated": lambda: torch.randn(30, 70, dtype=torch.complex128).t().conj(),
+    "negated": lambda: torch.randn(30, 70, dtype=torch.complex64).conj().imag.t(),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_a_tensor_arrives_with_the_strides_that_it_has(name, pair):
+    """Sums and products of other strides round otherwise."""
+    torch.manual_seed(0)
+    value, one = STRIDED[name](), pair(lends=True)
+    one.sender.post(1, 2, (3,), value, None)
+    one.sender.post(1, 3, (), 7, None)
+    first, second = one.pump(2)
+    strides = value.resolve_conj().resolve_neg().stride()
+    assert is_same(first.value, value) and first.value.stride() == strides and second.value == 7
+    for dim in range(value.dim()):
+        found, expected = (x.sum(dim) for x in (first.value, value))
+        assert is_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.randn(2000, 3000)[::100, ::100], torch.randn(40).unfold(0, 5, 2), torch.randn(3, 0, 2).permute(2, 1, 0)],
+    ids=["gaps", "overlaps", "empty"],
+)
+def test_a_tensor_with_large_gaps_or_overlaps_arrives_contiguous(value):
+    (post,) = PostReader().feed(data(1, 2, (), value, None))
+    assert is_same(post.value, value) and post.value.is_contiguous()
+
+
 @pytest.mark.parametrize(
     ("post", "kind", "named"),
     [
@@ -110,7 +160,16 @@ def head(whole, kind, tags=0, code=0, dims=0, numbers=()):
 
 F32 = posting._CODES[torch.float32]
 BAD = {
-    "kind": (head(0, 8), ProtocolError),
+    "kind": (head(0, 16), ProtocolError),
+    "strides of no tensor": (head(0, STRIDES | NONE), ProtocolError),
+    "strides of sizes alone": (head(16, STRIDES | META, code=F32, dims=1, numbers=[2, 1]), ProtocolError),
+    "strides of a number": (head(4, STRIDES | TENSOR, code=F32) + bytes(4), ProtocolError),
+    "negative strides": (head(16 + 8, STRIDES | TENSOR, code=F32, dims=1, numbers=[2, -1]), ProtocolError),
+    "strides that overlap": (head(32 + 16, STRIDES | TENSOR, code=F32, dims=2, numbers=[2, 2, 1, 1]), ProtocolError),
+    "strides beyond the budget": (
+        head(16 + 8, STRIDES | TENSOR, code=F32, dims=1, numbers=[2, 1 << 50]),
+        ResourceExhausted,
+    ),
     "dtype": (head(8, TENSOR, code=200), ProtocolError),
     "tags": (head(8 * 65, NONE, tags=65), ProtocolError),
     "dims": (head(8 * 17, TENSOR, code=F32, dims=17), ProtocolError),
@@ -153,6 +212,8 @@ def test_mutated_bytes_are_posts_or_an_error_of_the_wire(source):
         tensor(torch.float16, 3, 4),
         torch.empty(2, device="meta"),
         tensor(torch.int8, LEND + 1),
+        tensor(torch.int16, 3, 4, 5).permute(2, 0, 1),
+        tensor(torch.int32, 9, 4)[:, ::2],
     ]
     whole = b"".join(data(1, edge, (edge,), value, None, loans=loans) for edge, value in enumerate(values))
     changed = bytearray(whole + data(1, 9, (), None, (1, 2)))

@@ -185,6 +185,8 @@ class Steps:
             raise
         if trace is not None and record is not None:
             trace(record.trace())
+        if step.writes:
+            self._variables.refresh(pulls=False)  # a pull would take longer than this run may
         return _picked(placed.fetched, values[0])
 
     def _step(

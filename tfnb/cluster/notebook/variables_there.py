@@ -18,10 +18,10 @@ import torch
 
 from tfnb.cluster.engine.engine import Engine, Pins
 from tfnb.cluster.notebook.holdings import Holdings
+from tfnb.cluster.notebook.module_reads import Hooks
 from tfnb.cluster.notebook.pinned_values import PinnedValues
 from tfnb.cluster.notebook.queue_homes import QueueHomes
 from tfnb.cluster.notebook.recovery_copies import CheckpointCopy, CopySet, RecoveryCopies
-from tfnb.cluster.notebook.state_dicts import Hooks
 from tfnb.cluster.queues.contents_there import Copies
 from tfnb.cluster.wire.messages import Ask
 from tfnb.errors import Aborted, FailedPrecondition, InvalidArgument, TfnbError
@@ -309,10 +309,14 @@ class VariablesThere:
             self._unseen.add(folder)
             self.engine.notes.append(text)
 
-    def show(self, tensors: Collection[int]) -> None:
-        """Pull, if servers have a newer value of one of these tensors (by id). Local writes stay."""
+    def show(self, tensors: Collection[int] | None) -> None:
+        """Pull, if servers have a newer value of one of these tensors (by id), or of any. Local writes stay."""
         newer = [variable for variable in self.held.variables if variable.key in self.held.stale]
-        if any(variable.held is not None and id(variable.held.tensor()) in tensors for variable in newer):
+        if tensors is None:
+            is_asked = bool(newer)
+        else:
+            is_asked = any(variable.held is not None and id(variable.held.tensor()) in tensors for variable in newer)
+        if is_asked:
             self.pull(self.held.written(self.held.variables, thorough=True))
 
     def assigned(self, variable: Variable, value: torch.Tensor) -> None:
@@ -335,7 +339,7 @@ class VariablesThere:
         self._due = 0.0
 
     def refresh(self, *, pulls: bool = True) -> None:
-        """A copy held by other processes, and a pull, now and then while training, for the loss of a server.
+        """A copy held by other processes, and a pull, now and then while steps are taken, for the loss of a server.
 
         pulls: whether the notebook has a copy, too.
 

@@ -31,7 +31,7 @@ class ServerProgram(Protocol):
     writes: Sequence[str]
 
     def fitting(self, feeds: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The feeds in the dtypes of the program, also those that crossed the connection in 16 bits by choice.
+        """The feeds in the dtypes of the program, also those that crossed the connection in fewer bits by choice.
 
         Raises ShapeError for feeds whose dtypes or sizes do not fit the program.
         """

@@ -369,7 +369,7 @@ class ShardProgram:
         if self._formats:
             each = zip(feeds, self._formats, self.feeds, strict=True)
             feeds = [
-                feed.to(spec.dtype) if format and feed.dtype is FORMATS[format].dtype else feed
+                FORMATS[format].widen(feed, spec.dtype) if format and feed.dtype is FORMATS[format].dtype else feed
                 for feed, format, spec in each
             ]
         symbols: dict[str, int] = {}

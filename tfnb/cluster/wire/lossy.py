@@ -1,4 +1,4 @@
-"""Floating numbers that cross a connection in 16 bits, by choice (TensorFlow's white paper §5.5, semantics S-156).
+"""Floating numbers that cross a connection in 16 or 8 bits, by choice (TensorFlow's white paper §5.5).
 
 A class of transfers has a format: gradients on their way to parameter servers, and values that tasks send each other.
 The sender narrows, the receiver widens, so who computes sees the dtype of the graph. Other values travel as they are:
@@ -7,6 +7,7 @@ integers, booleans, complex numbers, sizes, values of Variables from their serve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,17 +15,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tfnb.errors import InvalidArgument, NonFinite
+from tfnb.errors import InvalidArgument, NonFinite, ShapeError
 from tfnb.execution.dataflow.executor import WaitingPeers
 from tfnb.execution.tracing.health import is_finite
+from tfnb.graph import Spec
 from tfnb.state.waits import Inbox
+
+Deliver = Callable[[Any, tuple[int, int] | None], None]  # a value, or what is known of one that is dead
 
 
 class Format(NamedTuple):
-    """A format of 16 bits: its dtype, and the function that narrows a tensor of a wider dtype."""
+    """A format: its dtype, and the functions that narrow a wider tensor, and make it one of a dtype again."""
 
     dtype: torch.dtype
     narrow: Callable[[torch.Tensor], torch.Tensor]
+    widen: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to
 
 
 def _truncated(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,12 +38,49 @@ def _truncated(tensor: torch.Tensor) -> torch.Tensor:
     return upper.masked_fill_(tensor.isnan(), torch.nan)
 
 
+LEVELS = 126  # of int8, on each side of zero; the next ones are the infinities, and the lowest number is NaN
+_INFINITE, _NAN = 127, -128
+_FACTS = 9  # bytes of the step and of the number of dimensions
+
+
+def _in_levels(tensor: torch.Tensor) -> torch.Tensor:
+    """Each number as a multiple of one step, which is the largest number over `LEVELS`.
+
+    The tensor has one dimension: behind the numbers are its sizes, the step and the number of sizes, as bytes.
+    """
+    numbers = tensor.detach().reshape(-1)
+    numbers = numbers if numbers.dtype is torch.float64 else numbers.float()
+    finite = numbers.nan_to_num(0.0, 0.0, 0.0)
+    step = (finite.abs().amax() if finite.numel() else finite.new_zeros(())) / LEVELS
+    levels = torch.where(numbers.isfinite(), (finite / step).round_() if step > 0 else 0.0, numbers)
+    levels = levels.clamp_(-_INFINITE, _INFINITE).nan_to_num_(_NAN).to(torch.int8)
+    facts = (torch.tensor(tensor.shape, dtype=torch.int64), step.double().reshape(1), torch.tensor([tensor.dim()]))
+    sizes, step, dim = (each.to(levels.device) for each in facts)
+    return torch.cat((levels, sizes.view(torch.int8), step.view(torch.int8), dim.to(torch.int8)))
+
+
+def _from_levels(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor that `_in_levels` packed. Raises ShapeError for other tensors."""
+    dim = int(packed[-1]) if packed.dim() == 1 and packed.numel() >= _FACTS else -1
+    end = packed.numel() - _FACTS - 8 * dim
+    sizes = packed[max(end, 0) : -_FACTS].clone().view(torch.int64).tolist() if dim >= 0 and end >= 0 else [-1]
+    if min(sizes, default=0) < 0 or math.prod(sizes) != end:
+        raise ShapeError(f"{Spec.of(packed)} is no tensor that was packed as int8: its last bytes are no sizes of it")
+    levels, step = packed[:end], packed[-_FACTS:-1].clone().view(torch.float64).item()
+    numbers = levels.to(torch.float64 if dtype is torch.float64 else torch.float32).mul_(step)
+    for level, number in ((_NAN, torch.nan), (_INFINITE, torch.inf), (-_INFINITE, -torch.inf)):
+        numbers.masked_fill_(levels == level, number)
+    return numbers.reshape(sizes).to(dtype)
+
+
 FORMATS: Mapping[str, Format] = {
     "bfloat16": Format(torch.bfloat16, lambda tensor: tensor.to(torch.bfloat16)),
     "bfloat16_truncated": Format(torch.bfloat16, _truncated),
     "float16": Format(torch.float16, lambda tensor: tensor.to(torch.float16)),
+    "int8": Format(torch.int8, _in_levels, _from_levels),
 }
-"""By name. The relative error of a number is at most 2**-8, 2**-7 and (from 6.1e-5 to 65,504) 2**-11."""
+"""By name. The relative error of a number is at most 2**-8, 2**-7 and (from 6.1e-5 to 65,504) 2**-11; the error of an
+int8 is at most 1/252 of the largest number of its tensor."""
 
 
 class LossyTransfers(NamedTuple):
@@ -97,7 +139,11 @@ def narrowed(tensor: torch.Tensor, format: str, whose: str) -> torch.Tensor:
     tensor([3.1406], dtype=torch.bfloat16)
     """
     found = FORMATS[format].narrow(tensor)
-    if not is_finite(found) and bool((beyond := ~found.isfinite() & tensor.isfinite()).any()):
+    if (
+        found.is_floating_point()
+        and not is_finite(found)
+        and bool((beyond := ~found.isfinite() & tensor.isfinite()).any())
+    ):
         most = torch.finfo(found.dtype).max
         other = ": 'bfloat16' has the range of float32" if found.dtype is torch.float16 else ""
         raise NonFinite(
@@ -126,10 +172,14 @@ class LossyPeers:
             value = narrowed(value, self.format, "a value for another task")
         self.peers.tell(edge, to, tag, value, dead)
 
-    def want(self, edge: int, tag: tuple[int, ...], deliver: Callable[[Any, tuple[int, int] | None], None]) -> None:
+    def want(self, edge: int, tag: tuple[int, ...], deliver: Deliver) -> None:
         """Register the receiver of a value, which gets it in the dtype of the graph."""
         dtype = self.dtypes.get(edge)
-        self.peers.want(edge, tag, deliver if dtype is None else partial(_deliver_as, dtype, deliver))
+        self.peers.want(edge, tag, deliver if dtype is None else partial(self._widened, dtype, deliver))
+
+    def _widened(self, dtype: torch.dtype, deliver: Deliver, value: Any, dead: tuple[int, int] | None) -> None:
+        is_narrow = isinstance(value, torch.Tensor) and value.dtype is FORMATS[self.format].dtype
+        deliver(FORMATS[self.format].widen(value, dtype) if is_narrow else value, dead)
 
     def wait(self, inbox: Inbox, seconds: float) -> Any:
         """The next event of a step's inbox."""
@@ -138,9 +188,3 @@ class LossyPeers:
     def leave(self) -> None:
         """The step waits no more."""
         self.peers.leave()
-
-
-def _deliver_as(
-    dtype: torch.dtype, deliver: Callable[[Any, tuple[int, int] | None], None], value: Any, dead: tuple[int, int] | None
-) -> None:
-    deliver(value.to(dtype) if isinstance(value, torch.Tensor) else value, dead)

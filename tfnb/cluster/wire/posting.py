@@ -2,7 +2,9 @@
 
 ``bytes behind u64 | round i64 | edge i32 | kind u8 | numbers of the tag u8 | dtype u8 | dims u8 | tag i64... | body``.
 The body is a number, or the sizes of a tensor and then its values; of a meta tensor only the sizes; of a tensor that is
-lent in shared memory (`tfnb.cluster.wire.lending`) its sizes and where it lies. All is little-endian.
+lent in shared memory (`tfnb.cluster.wire.lending`) its sizes and where it lies. A tensor that is not contiguous has its
+strides behind the sizes, and its elements in the order of memory: it arrives with the same strides, because sums and
+products round otherwise for others. All is little-endian.
 
 `Sender` never waits: bytes that the socket does not take at once are kept, and go out in the thread of
 `tfnb.cluster.server.serving`. `PostReader` takes bytes in pieces of any size, and proves every number before it takes
@@ -42,6 +44,7 @@ LEND = 512 << 10  # bytes: larger tensors are lent where both ends share memory;
 TOGETHER = 8 << 10  # bytes: tensors up to here are copied behind their header, larger ones are a buffer of their own
 BUFFER = 32 << 10  # bytes that a reader takes at once; longer messages go straight into their tensor
 PIECE = 64 << 10  # bytes that an encrypted socket is given at once
+GAPS = 16  # times the memory of its elements that a tensor may span to keep its strides; smaller ones than LEND always
 TURNS = 64  # reads of one connection until the others have their turn
 
 _HEAD = struct.Struct("<QqiBBBB")
@@ -49,8 +52,9 @@ _NUMBER, _FLOAT, _DEAD = struct.Struct("<q"), struct.Struct("<d"), struct.Struct
 _LOAN = struct.Struct("<64sqq")  # segment, from which byte on, its word
 _DEADS, _NONE, _INT, _BOOL, _FLOATS, _META, _TENSOR, _LENT = range(8)
 _BODY = {_DEADS: _DEAD.size, _NONE: 0, _INT: 8, _BOOL: 8, _FLOATS: 8, _META: 0, _LENT: _LOAN.size}  # beside the sizes
+_STRIDED = 8  # beside the kind of a tensor: its strides stand behind the sizes
 _HEADS = [struct.Struct(f"{_HEAD.format}{count}q") for count in range(TAG_CAP + DIMS_CAP + 1)]  # and its numbers
-_NUMBERS = [struct.Struct(f"<{count}q") for count in range(TAG_CAP + DIMS_CAP + 1)]
+_NUMBERS = [struct.Struct(f"<{count}q") for count in range(TAG_CAP + 2 * DIMS_CAP + 1)]
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _LARGEST = 1 << 62
 IS_LITTLE = sys.byteorder == "little"
@@ -87,8 +91,8 @@ def written(
         plain = _plain(round, edge, tag, value, loans)
         if plain is not None:
             return plain
-    code, behind = 0, b""
-    sizes: tuple[int, ...] = ()
+    code, dims, behind = 0, 0, b""
+    shape: tuple[int, ...] = ()  # sizes, and strides
     flat: memoryview | None = None
     try:
         kind = type(value)
@@ -103,16 +107,16 @@ def written(
         elif value is None:
             kind_code = _NONE
         elif isinstance(value, torch.Tensor):
-            kind_code, sizes, behind, flat = _tensor(value, loans)
-            code = _CODES[value.dtype]
+            kind_code, shape, behind, flat = _tensor(value, loans)
+            code, dims = _CODES[value.dtype], value.dim()
         else:
             raise InvalidArgument(f"round {round}, edge {edge}: a {kind.__name__} cannot travel between tasks")
-        if len(tag) > TAG_CAP or len(sizes) > DIMS_CAP:
-            what = f"a tag of {len(tag)} numbers (limit {TAG_CAP}), or {len(sizes)} dimensions (limit {DIMS_CAP})"
+        if len(tag) > TAG_CAP or dims > DIMS_CAP:
+            what = f"a tag of {len(tag)} numbers (limit {TAG_CAP}), or {dims} dimensions (limit {DIMS_CAP})"
             raise InvalidArgument(f"round {round}, edge {edge}: {what} cannot travel between tasks")
-        numbers = struct.pack(f"<{len(tag) + len(sizes)}q", *tag, *sizes)
+        numbers = struct.pack(f"<{len(tag) + len(shape)}q", *tag, *shape)
         whole = len(numbers) + len(behind) + (flat.nbytes if flat is not None else 0)
-        head = _HEAD.pack(whole, round, edge, kind_code, len(tag), code, len(sizes)) + numbers + behind
+        head = _HEAD.pack(whole, round, edge, kind_code, len(tag), code, dims) + numbers + behind
     except struct.error as error:
         raise InvalidArgument(f"round {round}, edge {edge}, tag {tag}: {value!r:.60} cannot travel: {error}") from None
     if flat is None or not flat.nbytes:
@@ -121,7 +125,7 @@ def written(
 
 
 def _plain(round: int, edge: int, tag: Tag, value: torch.Tensor, loans: TaskLoans | None) -> list[Buffer] | None:
-    """The bytes of a tensor by the fast path: a numpy array, not lent. None for other tensors."""
+    """The bytes of a contiguous tensor by the fast path: a numpy array, not lent. None for other tensors."""
     code = _CODES.get(value.dtype)
     if code is None or len(tag) > TAG_CAP or not IS_LITTLE:
         return None
@@ -129,7 +133,8 @@ def _plain(round: int, edge: int, tag: Tag, value: torch.Tensor, loans: TaskLoan
         array = value.numpy()
         nbytes, sizes = array.nbytes, array.shape
         is_lent = loans is not None and nbytes > LEND
-        if len(sizes) > DIMS_CAP or is_lent or (nbytes > TOGETHER and not array.flags.c_contiguous):
+        may_differ = len(sizes) > 3 and 1 in sizes  # images of one channel are contiguous in more than one order
+        if len(sizes) > DIMS_CAP or is_lent or may_differ or not array.flags.c_contiguous:
             return None
         count = len(tag) + len(sizes)
         head = _HEADS[count].pack(8 * count + nbytes, round, edge, _TENSOR, len(tag), code, len(sizes), *tag, *sizes)
@@ -140,26 +145,105 @@ def _plain(round: int, edge: int, tag: Tag, value: torch.Tensor, loans: TaskLoan
 
 
 def _tensor(value: torch.Tensor, loans: TaskLoans | None) -> tuple[int, tuple[int, ...], bytes, memoryview | None]:
-    """Kind and sizes of a tensor, its loan if lent, and its values if not."""
+    """Kind and sizes of a tensor, with the strides it keeps, its loan if lent, and its values if not."""
+    check(value, 0)
+    sizes = tuple(value.shape)
     if value.is_meta:
-        check(value, 0)
-        return _META, tuple(value.shape), b"", None
+        return _META, sizes, b"", None
+    value = value.resolve_conj().resolve_neg()  # as kernels do, which then see the strides of the copy
+    strides = _kept_strides(value)
+    kind, shape = (_STRIDED, (*sizes, *strides)) if strides else (0, sizes)
+    if strides:
+        value = _in_memory_order(value, sizes, strides)
     if loans is not None and (nbytes := value.numel() * value.itemsize) > LEND:
-        check(value, 0)
         loan = loans.lend({0: value}).get(0)
         if loan is not None:
             MOVED["shared memory"] += nbytes
-            return _LENT, tuple(value.shape), _LOAN.pack(loan[0].encode(), *loan[1:]), None
+            return _LENT | kind, shape, _LOAN.pack(loan[0].encode(), *loan[1:]), None
     flat = bytes_of(value, 0)
     MOVED["sockets"] += flat.nbytes
-    return _TENSOR, tuple(value.shape), b"", flat
+    return _TENSOR | kind, shape, b"", flat
+
+
+# -- strides ----------------------------------------------------------------------------------------------------------
+
+
+class _StridedMemory(NamedTuple):
+    """The memory of a strided tensor. ``elements``: how many, repeated ones once; ``length``: from first to last.
+
+    ``axes``: those with several elements, from the outermost in memory.
+    """
+
+    elements: int
+    length: int
+    axes: tuple[int, ...]
+
+
+@lru_cache(1024)
+def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> _StridedMemory | None:
+    """The memory that these strides span; None where elements share places otherwise than as an expanded axis does.
+
+    >>> _span((2, 3, 5), (1, 4, 0))
+    _StridedMemory(elements=6, length=10, axes=(1, 0))
+    >>> _span((3, 2), (1, 1)) is None
+    True
+    """
+    if any(size < 1 for size in sizes) or any(stride < 0 for stride in strides):
+        return None
+    count = length = 1
+    axes = sorted((stride, axis) for axis, stride in enumerate(strides) if stride and sizes[axis] > 1)
+    for stride, axis in axes:
+        if stride < length:
+            return None
+        count, length = count * sizes[axis], length + (sizes[axis] - 1) * stride
+    return _StridedMemory(count, length, tuple(axis for _, axis in reversed(axes)))
+
+
+@lru_cache(1024)
+def _row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor.
+
+    >>> _row_major((2, 3, 5)), _row_major(())
+    ((15, 5, 1), ())
+    """
+    return tuple(math.prod(sizes[at + 1 :]) for at in range(len(sizes)))
+
+
+def _kept_strides(value: torch.Tensor) -> tuple[int, ...]:
+    """The strides with which a tensor is to arrive; none if it arrives contiguous."""
+    sizes, strides = tuple(value.shape), value.stride()
+    if len(sizes) > DIMS_CAP or strides == _row_major(sizes):
+        return ()
+    span = _span(sizes, strides)
+    if span is None or span.length > max(GAPS * span.elements, LEND // value.itemsize):
+        return ()
+    return strides
+
+
+def _in_memory_order(value: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A view of the elements in the order of memory, repeated ones once."""
+    span = _span(sizes, strides)
+    assert span is not None
+    return value.as_strided([sizes[at] for at in span.axes], [strides[at] for at in span.axes], value.storage_offset())
+
+
+def _with_strides(found: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with these strides, of its elements in the order of memory."""
+    span = _span(sizes, strides)
+    assert span is not None
+    if span.length > span.elements:
+        whole = found.new_empty(span.length)
+        inner = [sizes[at] for at in span.axes]
+        whole.as_strided(inner, [strides[at] for at in span.axes]).copy_(found.view(inner))
+        found = whole
+    return found.as_strided(sizes, strides)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
 class _Head(NamedTuple):
-    """A checked header. ``nbytes``: of the tensor."""
+    """A checked header. ``strides``: none for a contiguous tensor; ``nbytes``: of the tensor."""
 
     round: int
     edge: int
@@ -167,7 +251,18 @@ class _Head(NamedTuple):
     tag: Tag
     dtype: torch.dtype
     sizes: tuple[int, ...]
+    strides: tuple[int, ...]
     nbytes: int
+
+    def tensor(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor, of its elements in the order of memory."""
+        return _with_strides(flat, self.sizes, self.strides) if self.strides else flat.view(self.sizes)
+
+    def tensor_of(self, data: bytearray | memoryview) -> torch.Tensor:
+        """The tensor from its bytes."""
+        sizes = (self.nbytes // self.dtype.itemsize,) if self.strides else self.sizes
+        found = tensor_of(data, self.dtype, sizes)
+        return self.tensor(found) if self.strides else found
 
 
 class PostReader:
@@ -215,7 +310,7 @@ class PostReader:
                 return []
             (head, whole_tensor), self._large = self._large, None
             MOVED["sockets"] += head.nbytes
-            return [_post(head, tensor_of(whole_tensor, head.dtype, head.sizes))]
+            return [_post(head, head.tensor_of(whole_tensor))]
         found: list[Post] = []
         self._filled += count
         at = 0
@@ -225,15 +320,16 @@ class PostReader:
             self._check(whole, kind, least)
             if left < _HEAD.size + least:
                 break
-            numbers = _NUMBERS[tags + dims].unpack_from(self._buffer, body)
+            numbers = _NUMBERS[tags + (2 if kind & _STRIDED else 1) * dims].unpack_from(self._buffer, body)
             body += 8 * len(numbers)
-            sizes, dtype = numbers[tags:], DTYPES[code]
-            nbytes = _nbytes(kind, dtype, sizes)
+            sizes, strides, dtype = numbers[tags : tags + dims], numbers[tags + dims :], DTYPES[code]
+            nbytes = self._nbytes_of(kind, dtype, sizes, strides)
+            kind &= ~_STRIDED
             if kind == _TENSOR and nbytes != whole - least:
                 _broken(f"sizes {sizes} of {dtype} are {nbytes} bytes, the header says {whole - least}")
             if nbytes > self._budget:
                 raise ResourceExhausted(f"bytes of a tensor: asked {nbytes}, used 0, limit {self._budget}")
-            head = _Head(number, edge, kind, numbers[:tags], dtype, sizes, nbytes)
+            head = _Head(number, edge, kind, numbers[:tags], dtype, sizes, strides, nbytes)
             if kind == _TENSOR and _HEAD.size + whole > BUFFER:
                 at = self._begin(head, body)
                 break
@@ -250,10 +346,23 @@ class PostReader:
 
     def _check(self, whole: int, kind: int, least: int) -> None:
         """Check the number of bytes behind a header; ``least`` of them are no values."""
-        if whole < least or (whole > least and kind != _TENSOR):
+        if whole < least or (whole > least and kind & ~_STRIDED != _TENSOR):
             _broken(f"{whole} bytes behind a header of kind {kind}, which has {least}")
         if whole - least > self._budget:
             raise ResourceExhausted(f"bytes of a tensor: asked {whole - least}, used 0, limit {self._budget}")
+
+    def _nbytes_of(self, kind: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+        """The bytes of a tensor. Raises ResourceExhausted where the strides span more than the budget."""
+        if not kind & _STRIDED:
+            return _nbytes(kind, dtype, sizes)
+        _nbytes(kind, dtype, sizes)
+        span = _span(sizes, strides)
+        if span is None or not strides:
+            _broken(f"sizes {sizes} with strides {strides}")
+        if span.length * dtype.itemsize > self._budget:
+            asked = span.length * dtype.itemsize
+            raise ResourceExhausted(f"bytes that a tensor spans: asked {asked}, used 0, limit {self._budget}")
+        return span.elements * dtype.itemsize
 
     def _begin(self, head: _Head, start: int) -> int:
         """Begin a large tensor with the bytes that have come; memory pages of the rest are not touched yet."""
@@ -270,14 +379,14 @@ class PostReader:
             if not head.nbytes:
                 return _post(head, torch.empty(head.sizes, dtype=head.dtype))
             MOVED["sockets"] += head.nbytes
-            return _post(head, tensor_of(buffer[at : at + head.nbytes], head.dtype, head.sizes))
+            return _post(head, head.tensor_of(buffer[at : at + head.nbytes]))
         if kind == _LENT:
             if self._borrow is None:
                 _broken("a tensor is lent on a connection without shared memory")
             name, start, word = _LOAN.unpack_from(buffer, at)
             loan = str(name.rstrip(b"\0"), "latin-1"), start, word
             MOVED["shared memory"] += head.nbytes
-            return _post(head, self._borrow()(loan, head.nbytes).view(head.dtype).view(head.sizes))
+            return _post(head, head.tensor(self._borrow()(loan, head.nbytes).view(head.dtype)))
         if kind == _META:
             return _post(head, torch.empty(head.sizes, dtype=head.dtype, device="meta"))
         if kind == _DEADS:
@@ -291,10 +400,12 @@ class PostReader:
 @lru_cache(1024)
 def _least(kind: int, tags: int, code: int, dims: int) -> int:
     """The number of bytes behind a header that are no values; proved before these bytes are read."""
-    is_tensor = kind in (_META, _TENSOR, _LENT)
-    if kind > _LENT or tags > TAG_CAP or dims > DIMS_CAP or code >= len(DTYPES) or ((dims or code) and not is_tensor):
+    plain = kind & ~_STRIDED
+    is_tensor, may_be_strided = plain in (_META, _TENSOR, _LENT), plain in (_TENSOR, _LENT)
+    is_wrong = plain > _LENT or (kind & _STRIDED and not may_be_strided) or ((dims or code) and not is_tensor)
+    if is_wrong or tags > TAG_CAP or dims > DIMS_CAP or code >= len(DTYPES):
         _broken(f"kind {kind}, {tags} numbers of a tag, dtype {code}, {dims} dimensions")
-    return 8 * (tags + dims) + _BODY.get(kind, 0)
+    return 8 * (tags + (2 if kind & _STRIDED else 1) * dims) + _BODY.get(plain, 0)
 
 
 @lru_cache(1024)
@@ -302,7 +413,7 @@ def _nbytes(kind: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
     """The bytes of a tensor; of a meta tensor none."""
     if any(n < 0 for n in sizes) or math.prod(n or 1 for n in sizes) * dtype.itemsize >= _LARGEST:
         _broken(f"sizes {sizes}")
-    return math.prod(sizes) * dtype.itemsize if kind in (_TENSOR, _LENT) else 0
+    return math.prod(sizes) * dtype.itemsize if kind & ~_STRIDED in (_TENSOR, _LENT) else 0
 
 
 def _post(head: _Head, value: Any, dead: Any = None) -> Post:

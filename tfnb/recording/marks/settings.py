@@ -57,6 +57,9 @@ OPTIMIZERS: list[type] = [torch.optim.Optimizer]
 """Bases of optimizers, of which each one is another setting: `tfnb.train` adds its own."""
 
 
+REPLACES = "_tfnb_replaces"  # attribute of a function that stands in place of another one while a recording is open
+
+
 class Picture(NamedTuple):
     """A comparable copy of a setting. Pictures of two kinds are of two purposes, and not compared."""
 
@@ -357,6 +360,7 @@ def _at_line_one(code: CodeType) -> CodeType:
 
 def _behaviour(value: object, names: frozenset[str], deep: int) -> Any:
     """A comparable copy of a function or partial; of the step of an optimizer that a scheduler counts, that step."""
+    value = getattr(value, REPLACES, value)
     if hasattr(value, "_wrapped_by_lr_sched"):
         value = cast(Any, value).__wrapped__
     if isinstance(value, partial):

@@ -490,18 +490,16 @@ def _node(graph: Graph, value: Value) -> Node:
     return node
 
 
-_OPEN = "its recording is not finished"
-
-
 def missing(graph: Graph, value: Value, asked: str) -> TfnbError:
     """The error for a handle whose node is not in its graph: the node was removed, or is inside of a branch or loop."""
-    recording = current.recording()
-    if recording is not None and recording.graph is graph:
-        nodes, is_open = recording.tape.by_id, value.node in recording.tape.by_id
-    else:
-        nodes, is_open = graph.contents.by_id, False
-    if is_open or value.node in graph.stale:
-        return StaleNode(f"{asked} not in graph {graph.name} any more: {graph.stale.get(value.node, _OPEN)}")
+    if value.node in graph.stale:
+        return StaleNode(f"{asked} not in graph {graph.name} any more: {graph.stale[value.node]}")
+    recording = current.open_of(graph)
+    nodes = graph.contents.by_id if recording is None else recording.tape.by_id
+    if recording is not None and value.node in nodes:
+        return FailedPrecondition(
+            f"{asked} not in graph {graph.name} yet: its recording is not finished. Run it in a cell below the block"
+        )
     places = path_to(nodes.values(), value.node)
     if places is None:
         where = "inside of a branch, loop or function of the graph, and no result of it"

@@ -1,7 +1,8 @@
-"""Hooks that pull a module's or an optimizer's values from the servers before ``state_dict()``.
+"""Hooks that pull values from the servers before a module is called, recorded, or asked for its ``state_dict()``.
 
-The hook stands in the objects themselves, which are pickled and copied with it: it is a function, and finds clusters
-when it is called. A copy has the hook, but does not stand in `_holders`, and nothing is done for it.
+The hook of ``state_dict()`` stands in the objects themselves, which are pickled and copied with it: it is a function,
+and finds clusters when it is called. A copy has the hook, but does not stand in `_holders`, and nothing is done for it.
+Calls of modules have one hook for all, as a recording reads the hooks of each module.
 """
 
 from __future__ import annotations
@@ -11,35 +12,78 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.cluster import connected
-from tfnb.graph import Variable
+from tfnb.graph import Variable, current
 from tfnb.graph.current import recording
 from tfnb.recording.marks.notes import user_level
 
 Holder = nn.Module | Optimizer
 
+_FIRED_AGAIN = r"Using `torch\.compile\(module\)` when there are global hooks"  # what torch says of its wrapper
 _holders = WeakIdKeyDictionary()  # module or optimizer -> how many clusters hold Variables of it
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_holders.clear)  # a forked child has no thread that would ask the servers
 
 
 def pull_first(holder: Holder, *_: Any) -> None:
-    """The hook: storages show one step of the servers before they are read."""
-    if holder not in _holders or recording() is not None or _is_inner(holder):
+    """The hook of ``state_dict()``: storages show one step of the servers before they are read."""
+    if holder in _holders and recording() is None and not _is_inner(holder):
+        _pull(holder, "state_dict()")
+
+
+def _pull_before_call(module: nn.Module, _: Any) -> None:
+    """The hook of calls of modules; all that a call reads is of one step."""
+    if torch.compiler.is_compiling() or module not in _holders or recording() is not None:
         return
-    tensors = set(map(id, tensors_of(holder)))
-    told = [cluster.show(tensors) for cluster in connected.everyone()]
-    for text in connected.notices if not any(told) else ():
-        warnings.warn(f"state_dict() holds the last pulled values: {text}", stacklevel=user_level(None))
+    if not any(outer in _holders for outer in _callers()):
+        _pull(module, f"this call of {type(module).__name__}")
+
+
+@contextmanager
+def _pull_before_recording(recorder: Any) -> Iterator[None]:
+    """What each recording opens with: samples are computed with the values of now."""
+    if not recorder.lazy:
+        _pull(None, "this recording")
+    yield
+
+
+def _forget() -> None:
+    """A forked child has no thread that would ask the servers."""
+    _holders.clear()
+    current.extensions.remove(_pull_before_recording)
+
+
+current.extensions.append(_pull_before_recording)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+@current.unrecorded
+def _pull(holder: Holder | None, reader: str) -> None:
+    """Pull what one object reads, or all, where it is newer on servers."""
+    tensors = None if holder is None else set(map(id, tensors_of(holder)))
+    told = [cluster.show(tensors, reader) for cluster in connected.everyone()]
+    for notice in connected.notices if not any(told) else ():
+        warnings.warn(f"{reader} has the values here: {notice()}", stacklevel=user_level(None))
+
+
+def _callers() -> Iterator[nn.Module]:
+    """The modules in whose calls this one is made, but for the module itself; innermost first."""
+    frame, code, own = sys._getframe(1), nn.Module._call_impl.__code__, True
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        if frame.f_code is code:
+            if not own:
+                yield frame.f_locals["self"]
+            own = False
 
 
 def tensors_of(holder: Holder) -> Iterator[torch.Tensor]:
@@ -63,10 +107,12 @@ def _is_inner(holder: Holder) -> bool:
 
 
 class Hooks:
-    """The hooks of one cluster, in everything whose ``state_dict()`` has values of its Variables."""
+    """The hooks of one cluster, for everything whose ``state_dict()`` has values of its Variables."""
 
     def __init__(self) -> None:
         self._handles = WeakIdKeyDictionary()  # module or optimizer -> the handle of its hook
+        warnings.filterwarnings("ignore", _FIRED_AGAIN)  # that is harmless: the second time nothing is newer
+        self._of_calls = register_module_forward_pre_hook(_pull_before_call)
 
     def add(self, variables: Iterable[Variable]) -> None:
         """Hook the modules that hold the Variables, at any depth, and the optimizers that lead them."""
@@ -86,6 +132,7 @@ class Hooks:
 
     def remove(self) -> None:
         """The cluster is closed."""
+        self._of_calls.remove()
         for holder, handle in list(self._handles.items()):
             handle.remove()
             _holders[holder] -= 1
