@@ -84,19 +84,19 @@ class ShardedModel:
     def __init__(self, sizes: Sizes, shards: int, loss: str, seed: int = 0) -> None:
         start = Initial(sizes, seed)
         x, y = next(batches(sizes, 0))
-        with tfnb.record(f"{loss}_{shards}") as self.graph:
-            self.feeds = [tfnb.placeholder(each, shape=each.shape) for each in (x, y)]
+        with tfnb.record(f"{loss}_{shards}") as graph:
+            feeds = [tfnb.placeholder(each, shape=each.shape) for each in (x, y)]
             embedding, weights, biases = (
                 [self._shard(table[at::shards].clone(), at) for at in range(shards)] for table in start.tables
             )
             with on(0):
-                hidden, _ = start.lstm(tfnb.nn.embedding_lookup(embedding, self.feeds[0]))
-                given = weights, biases, self.feeds[1], hidden.flatten(0, 1)
-                self.full = tfnb.nn.sharded_softmax_loss(*given).mean()
-                self.loss = self.full
+                hidden, _ = start.lstm(tfnb.nn.embedding_lookup(embedding, feeds[0]))
+                given = weights, biases, feeds[1], hidden.flatten(0, 1)
+                full = wanted = tfnb.nn.sharded_softmax_loss(*given).mean()
                 if loss == "sampled":
-                    self.loss = tfnb.nn.sampled_softmax_loss(*given, sizes.sampled, sizes.classes).mean()
-            self.train = tfnb.train.Adagrad(RATE, initial_accumulator_value=0.1).minimize(self.loss)
+                    wanted = tfnb.nn.sampled_softmax_loss(*given, sizes.sampled, sizes.classes).mean()
+            train = tfnb.train.Adagrad(RATE, initial_accumulator_value=0.1).minimize(wanted)
+        self.graph, self.feeds, self.full, self.loss, self.train = graph, feeds, full, wanted, train
 
     @staticmethod
     def _shard(values: torch.Tensor, at: int) -> tfnb.Variable:
