@@ -92,9 +92,10 @@ class GptTraining:
 
     layers: int = 12
     width: int = 128
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         net = Transformer(self.layers, self.width)
         ids = torch.randint(0, WORDS, (ROWS * MICROBATCHES, TIME + 1))
         rows, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -104,7 +105,9 @@ class GptTraining:
             train = tfnb.train.Adam(1e-3).minimize(loss)
         self.programs = PackPrograms(step_graph(self.graph, (loss.value, train.value), (x.value, y.value)))
         self.feeds = {x.value: rows, y.value: labels}
-        self.budget = self.step(GROUPED).state_bytes // 4
+        self.fed, self.fetches = [x, y], [loss, train]
+        steps = self.step(GROUPED), self.step(PROGRAM)  # of a small net the largest task needs more than a quarter
+        self.budget = max(steps[0].state_bytes // 4, *(step.least for step in steps))
 
     def step(self, order: Mapping[str, bool]) -> PackStep:
         return PackStep(self.programs, (ROWS,) * MICROBATCHES, **order)
@@ -182,6 +185,60 @@ def units(step: PackStep, plan: Schedule) -> dict[str, float]:
     held = {role: sum(size for item, size in step.sizes.items() if item.role is role) for role in Role}
     found = {str(role): plan.of(role) / held[role] for role in (Role.WEIGHT, Role.GRADIENT, Role.STATE)}
     return found | {"border MB": plan.of(Role.BORDER) / 1e6}
+
+
+def weight_copies(made: GptTraining, microbatches: int) -> dict[str, tuple[float, float]]:
+    """How often a step copies its weights where nothing stays on the device: by closed form, and by the plan.
+
+    Virtualised memory brings the weights of a pack, and writes them back, for each pass of each microbatch and for the
+    update. Packs whose microbatches follow each other bring them for all forward passes, then for the backward passes
+    and the update, and write them back once. The last pack has no forward pass of its own. A backward pass leaves out
+    the biases at the end of its pack, about a thousandth of all, of which the closed form knows nothing.
+    """
+    found = {}
+    for name, (order, writes_back) in {"virtualised": (PROGRAM, True), "packs": (GROUPED, False)}.items():
+        step = PackStep(made.programs, (ROWS,) * microbatches, **order)
+        weights = {item: size for item, size in step.sizes.items() if item.role is Role.WEIGHT}
+        final = max(task.piece.pack for task in step.tasks)
+        items = {read for task in step.tasks if task.piece.pack == final for read in task.reads}
+        end = sum(size for item, size in weights.items() if item in items) / sum(weights.values())
+        form = 4 * microbatches + 2 - 2 * microbatches * end if writes_back else 3 - end
+        room = sum(step.sizes.values()) + max(task.work for task in step.tasks)
+        plan = schedule(step.tasks, step.sizes, room, MovePolicy(Victims.ALL, 0, writes_back=writes_back))
+        found[name] = form, plan.of(Role.WEIGHT) / sum(weights.values())
+    return found
+
+
+def pieces_of_text(steps: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Random pieces of a text for so many steps: characters [rows, TIME], and those after them."""
+    text, generator = tfnb.datasets.python_docs().tokens % WORDS, torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - TIME, (steps, ROWS * MICROBATCHES, 1), generator=generator)
+    rows = text[starts + torch.arange(TIME + 1)]
+    return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in rows]
+
+
+def trained(layers: int, width: int, seed: int, steps: int, *, is_limited: bool) -> list[float]:
+    """Losses of a training, on the budget of the benchmark or without one."""
+    made = GptTraining(layers, width, seed)
+    session = tfnb.Session(made.graph, compile="off", memory_budget=made.budget if is_limited else None)
+    call = session.make_callable(made.fetches, made.fed, microbatches=MICROBATCHES)
+    return [float(call(*batch)[0]) for batch in pieces_of_text(steps, seed)]
+
+
+def trained_by_torch(layers: int, width: int, seed: int, steps: int) -> list[float]:
+    """Losses of the same training in plain PyTorch, which has all of it in memory."""
+    torch.manual_seed(seed)
+    net, losses = Transformer(layers, width), list[float]()
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+    for rows, labels in pieces_of_text(steps, seed):
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for x, y in zip(rows.split(ROWS), labels.split(ROWS), strict=True):
+            loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten()) / MICROBATCHES
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+    return losses
 
 
 def throttled(rate: float) -> type[CopyLanes]:

@@ -10,57 +10,27 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from typing import Any
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tests.benchmarks.cluster_local import BATCH, HELD_BACK, digits
+from tests.benchmarks.cluster_local import HELD_BACK, Method, Point, curve, digits, perceptron
 from tests.benchmarks.cluster_rows import said
-from tests.benchmarks.cluster_steps import Usage, workers
+from tests.benchmarks.cluster_steps import workers
+from tfnb.train import SGD, Sandblaster
 
-PASSES, PORTION = 120, 200  # most passes over the data, and rows of a portion
-
-
-class Watcher:
-    """Stops a training at an accuracy on the rows that were held back, and notes when."""
-
-    def __init__(self, accuracy: Any, feeds: dict[Any, torch.Tensor], target: float) -> None:
-        self.accuracy, self.feeds, self.target = accuracy, feeds, target
-        self.usage, self.begin, self.found = Usage(), time.perf_counter(), dict[str, float]()
-
-    def on_epoch(self, progress: tfnb.train.Progress) -> None:
-        right = float(tfnb.run(self.accuracy, self.feeds))
-        seconds, (_, _, cpu) = time.perf_counter() - self.begin, self.usage.since()
-        self.found = {"seconds": seconds, "cpu": cpu, "rows": progress.samples, "accuracy": right}
-        if right >= self.target:
-            progress.stop("reached")
+PASSES = 120  # at most, over the data; iterations of L-BFGS make at least one each
+METHODS = {
+    "sync SGD": Method("sync", lambda: SGD(0.5)), "Sandblaster": Method(Sandblaster(history=10), lambda: SGD(0.5)),
+}  # fmt: skip
 
 
-def trained(name: str, is_lbfgs: bool, seed: int, target: float) -> dict[str, float]:
-    """The cost of one training."""
-    rows, labels = digits()
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 128), nn.Sigmoid(), nn.Linear(128, 10))
-    with tfnb.record(name):
-        x, y = tfnb.placeholder(rows[:BATCH], name="x"), tfnb.placeholder(labels[:BATCH], name="y")
-        logits = model(x)
-        loss = F.cross_entropy(logits, y)
-        accuracy = (logits.argmax(1) == y).float().mean()
-        train = tfnb.train.SGD(0.5).minimize(loss)
-    data = {x: rows[:-HELD_BACK], y: labels[:-HELD_BACK]}
-    watcher = Watcher(accuracy, {x: rows[-HELD_BACK:], y: labels[-HELD_BACK:]}, target)
-    if is_lbfgs:
-        mode = tfnb.train.Sandblaster(history=10)
-        tfnb.fit(loss, data, mode=mode, steps=PASSES, batch_size=PORTION, callbacks=watcher)
-    else:
-        tfnb.fit(train, data, batch_size=BATCH, epochs=PASSES, seed=seed, watch=(), callbacks=watcher)
-    found = watcher.found
-    return {"s": found["seconds"], "cpu_s": found["cpu"], "passes": found["rows"] / len(data[x]),
-            "accuracy": found["accuracy"]}  # fmt: skip
+def costs(end: Point) -> dict[str, float]:
+    """The cost of a training until its last point."""
+    rows = len(digits()[0]) - HELD_BACK
+    return {"s": end.seconds, "cpu_s": end.cpu, "passes": end.rows / rows, "accuracy": end.accuracy}
 
 
 def main() -> None:
@@ -70,16 +40,18 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=0.93)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, list[dict[str, float]]] = {"sync SGD": [], "Sandblaster": []}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in METHODS}
+    net = partial(perceptron, nn.Sigmoid)
     with workers(3) as client, tfnb.connect(client, ps=1):
         for seed in (-1, *range(options.seeds)):
-            for name, costs in found.items():
-                one = trained(f"{name.replace(' ', '_')}_{seed}", name == "Sandblaster", max(0, seed), options.target)
-                costs += [one] if seed >= 0 else []
-    for name, costs in found.items():
-        columns = {key: sorted(cost[key] for cost in costs) for key in costs[0]}
-        each = (f"{key} {statistics.mean(v):.3g} ({v[0]:.3g} to {v[-1]:.3g})" for key, v in columns.items())
-        print(f"{name:12}  {'  '.join(each)}")
+            for name, method in METHODS.items():
+                graph = f"{name.replace(' ', '_')}_{seed}"
+                points = curve(graph, method, max(0, seed), PASSES, net=net, target=options.target)
+                found[name] += [costs(points[-1])] if seed >= 0 else []
+    for name, each in found.items():
+        columns = {key: sorted(cost[key] for cost in each) for key in each[0]}
+        texts = (f"{key} {statistics.mean(v):.3g} ({v[0]:.3g} to {v[-1]:.3g})" for key, v in columns.items())
+        print(f"{name:12}  {'  '.join(texts)}")
         said(name, {key: statistics.mean(values) for key, values in columns.items()})
 
 

@@ -3,9 +3,10 @@
 `python -m tests.benchmarks.cluster_local [--seeds 5] [--epochs 8] [--rows downpour sync]` trains a small net on the
 digits of scikit-learn, 2 tasks and a server, with the same batches in each mode, from the same start for each seed.
 Rows "sgd" to "downpour, adagrad" are DistBelief's methods (Dean et al., 2012, figure 4): one replica, and several of
-them. Printed for each row: milliseconds and processor milliseconds of a step of 32 rows; bytes that a task sends to
-others and gets from them in a step (of Variables and gradients, from their sizes); epochs after which at least `TARGET`
-of the rows that were held back are right; and the accuracy on these at the end: mean over seeds, least and most.
+them; `bench_sandblaster` and `notebooks/evaluation/distbelief.ipynb` add Sandblaster. Printed for each row:
+milliseconds and processor milliseconds of a step of 32 rows; bytes that a task sends to others and gets from them in a
+step (of Variables and gradients, from their sizes); epochs after which at least `TARGET` of the rows that were held
+back are right; and the accuracy on these at the end: mean over seeds, least and most.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +25,9 @@ from torch import nn
 import tfnb
 from tests.benchmarks.cluster_rows import said
 from tests.benchmarks.cluster_steps import Usage, workers
-from tfnb.train import SGD, Adagrad, Downpour, LocalSGD, Momentum, Nesterov, Optimizer
+from tfnb.train import SGD, Adagrad, Downpour, LocalSGD, Momentum, Nesterov, Optimizer, Progress, Sandblaster
 
-BATCH, HELD_BACK, TARGET, TASKS = 32, 400, 0.9, 2
+BATCH, PORTION, HELD_BACK, TARGET, TASKS = 32, 200, 400, 0.9, 2
 ALONE = Downpour(1, 1, warm_start=1 << 30)  # one task takes all steps
 
 
@@ -35,9 +35,57 @@ class Method(NamedTuple):
     """A row: the mode, the optimizer, and how often the bytes of the weights are sent and received in a step."""
 
     mode: Any
-    optimizer: Callable[[], Optimizer]
+    optimizer: Callable[[], Optimizer]  # not used by Sandblaster, which minimizes the loss itself
     sent: float = 1.0
     received: float = 1.0
+
+
+class Point(NamedTuple):
+    """The accuracy on the rows that were held back, after so many seconds, processor seconds of all processes, rows and
+    steps of a training.
+    """
+
+    seconds: float
+    cpu: float
+    rows: int
+    steps: int
+    accuracy: float
+
+
+class AccuracyClock:
+    """A callback that keeps a `Point` of each epoch, and ends the training at an accuracy.
+
+    read: computes the accuracy; None takes it from the validation of `fit`.
+    """
+
+    def __init__(self, target: float, read: Callable[[], float] | None) -> None:
+        self.target, self.read, self.points, self.usage = target, read, list[Point](), Usage()
+
+    def on_epoch(self, progress: Progress) -> None:
+        """`fit` tells of an epoch, or of an iteration of L-BFGS."""
+        accuracy = float(progress.values["val_right"] if self.read is None else self.read())
+        seconds, _, cpu = self.usage.since()
+        self.points.append(Point(seconds, cpu, progress.samples, progress.step, accuracy))
+        if accuracy >= self.target:
+            progress.stop("reached")
+
+
+def reached(points: Sequence[Point], target: float = TARGET) -> Point | None:
+    """The first point with an accuracy.
+
+    >>> reached([Point(1.0, 2.0, 32, 1, 0.8), Point(2.0, 4.0, 64, 2, 0.9)]).rows
+    64
+    """
+    return next((point for point in points if point.accuracy >= target), None)
+
+
+def last(points: Sequence[Point], axis: str, end: float) -> float:
+    """The accuracy of the last point up to ``end`` on an axis, "rows" or "seconds"; of the first one if there is none.
+
+    >>> last([Point(1.0, 2.0, 32, 1, 0.8), Point(2.0, 4.0, 64, 2, 0.9)], "seconds", 1.5)
+    0.8
+    """
+    return [*points[:1], *(point for point in points if getattr(point, axis) <= end)][-1].accuracy
 
 
 def momentum() -> Optimizer:
@@ -72,31 +120,78 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(found.data).float()[order] / 16, torch.from_numpy(found.target).long()[order]
 
 
-def trained(name: str, method: Method, seed: int, epochs: int) -> dict[str, float]:
-    """The cost of a step of a training, and its accuracy."""
+def perceptron(between: Callable[[], nn.Module] = nn.ReLU) -> nn.Module:
+    """The net of the digits, with an activation between its layers."""
+    return nn.Sequential(nn.Linear(64, 128), between(), nn.Linear(128, 10))
+
+
+def curve(
+    name: str, method: Method, seed: int, epochs: int, *, net: Callable[[], nn.Module] = perceptron,
+    target: float = math.inf,
+) -> list[Point]:  # fmt: skip
+    """A training of so many epochs, or iterations of L-BFGS, that ends before where an accuracy is reached."""
     rows, labels = digits()
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = net()
     with tfnb.record(name):
         x, y = tfnb.placeholder(rows[:BATCH], name="x"), tfnb.placeholder(labels[:BATCH], name="y")
         logits = model(x)
-        accuracy = (logits.argmax(1) == y).float().mean()
-        train = method.optimizer().minimize(F.cross_entropy(logits, y))
+        loss, accuracy = F.cross_entropy(logits, y), (logits.argmax(1) == y).float().mean()
+        train = method.optimizer().minimize(loss)
     data = {x: rows[:-HELD_BACK], y: labels[:-HELD_BACK]}
     held_back = {x: rows[-HELD_BACK:], y: labels[-HELD_BACK:]}
-    usage, begin = Usage(), time.perf_counter()
-    done = tfnb.fit(
-        train, data, batch_size=BATCH, epochs=epochs, seed=seed, watch={"right": accuracy}, validation=held_back,
-        mode=method.mode,
-    )  # fmt: skip
-    _, _, cpu = usage.since()
-    seconds = time.perf_counter() - begin
-    right = [means["val_right"] for means in done.history]
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if isinstance(method.mode, Sandblaster):
+        clock = AccuracyClock(target, lambda: float(tfnb.run(accuracy, held_back)))
+        tfnb.fit(loss, data, mode=method.mode, steps=epochs, batch_size=PORTION, callbacks=clock)
+    else:
+        clock = AccuracyClock(target, None)
+        tfnb.fit(
+            train, data, batch_size=BATCH, epochs=epochs, seed=seed, watch={"right": accuracy}, validation=held_back,
+            mode=method.mode, callbacks=clock,
+        )  # fmt: skip
+    return clock.points
+
+
+def curve_of_torch(
+    optimizer: Callable[[Any], torch.optim.Optimizer], seed: int, epochs: int, *,
+    net: Callable[[], nn.Module] = perceptron,
+) -> list[Point]:  # fmt: skip
+    """The same training by an optimizer of PyTorch in this process. L-BFGS takes all rows at once."""
+    rows, labels = digits()
+    torch.manual_seed(seed)
+    model, generator = net(), torch.Generator().manual_seed(seed)
+    taken = optimizer(model.parameters())
+    at, count, points, usage = torch.empty(0), 0, list[Point](), Usage()
+
+    def evaluated() -> torch.Tensor:
+        nonlocal count
+        taken.zero_grad()
+        loss = F.cross_entropy(model(rows[at]), labels[at])
+        loss.backward()
+        count += len(at)
+        return loss
+
+    size = len(rows) - HELD_BACK
+    for _ in range(epochs):
+        batch = size if isinstance(taken, torch.optim.LBFGS) else BATCH
+        for at in torch.randperm(size, generator=generator).split(batch):  # noqa: B007  evaluated() reads it
+            taken.step(evaluated)
+        with torch.no_grad():
+            right = (model(rows[-HELD_BACK:]).argmax(1) == labels[-HELD_BACK:]).float().mean().item()
+        seconds, _, cpu = usage.since()
+        points.append(Point(seconds, cpu, count, len(points) + 1, right))
+    return points
+
+
+def trained(name: str, method: Method, seed: int, epochs: int) -> dict[str, float]:
+    """The cost of a step of a training, and its accuracy."""
+    points = curve(name, method, seed, epochs)
+    end, right = points[-1], reached(points)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in perceptron().parameters())
     return {
-        "ms": seconds / done.steps * 1e3, "cpu_ms": cpu / done.steps * 1e3, "sent": method.sent * weights,
-        "received": method.received * weights, "accuracy": right[-1],
-        "epochs": next((at for at, each in enumerate(right, 1) if each >= TARGET), math.inf),
+        "ms": end.seconds / end.steps * 1e3, "cpu_ms": end.cpu / end.steps * 1e3, "sent": method.sent * weights,
+        "received": method.received * weights, "accuracy": end.accuracy,
+        "epochs": math.inf if right is None else points.index(right) + 1,
     }  # fmt: skip
 
 

@@ -28,6 +28,8 @@ MARKS = {
     "src": "read in a published script or log",
     "txt": "as reported",
     "fig": "read off the figure, 2 % on its axis",
+    "log": "read off the figure, 10 % on its logarithmic axis",
+    "calc": "calculated from definitions or published values",
     "table": "the published table",
 }
 """How a published value is known."""

@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import unwrap
 from itertools import chain
 from operator import is_not
 from os import PathLike
@@ -192,7 +193,7 @@ def fit(
     """
     __tracebackhide__ = True
     if isinstance(mode, Sandblaster):
-        given, defaults = locals(), fit.__kwdefaults__ or {}
+        given, defaults = locals(), unwrap(fit).__kwdefaults__ or {}
         refused = {name: (given[name], defaults[name]) for name in NOT_MINIMIZING}
         return minimized(fit, fetch, data, mode, refused, **{name: given[name] for name in MINIMIZING})
     options = backup, staleness, allow_plain_collectives, schedule, replicas
@@ -743,11 +744,11 @@ class _Run:
 
 
 def _user_level() -> int:
-    """The stacklevel that points a warning of the caller to the line that called `fit`."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code is not fit.__code__:
+    """The stacklevel that points a warning of the caller to the line that called `fit`, above its decorator."""
+    frame, level, code = sys._getframe(1), 1, unwrap(fit).__code__
+    while frame.f_back is not None and frame.f_code is not code:
         frame, level = frame.f_back, level + 1
-    return level + 1
+    return level + 2
 
 
 # -- interrupts -------------------------------------------------------------------------------------------------------

@@ -221,14 +221,22 @@ class Job:
 
     def sync(self, workers: int = REPLICAS, backup: int = 0, tail: Injected | None = None) -> Percentiles:
         """Seconds of a step of so many gradients, with so many workers more."""
+        return Percentiles.of(self.sync_seconds(workers, backup, tail))
+
+    def sync_seconds(self, workers: int = REPLICAS, backup: int = 0, tail: Injected | None = None) -> list[float]:
+        """The seconds of each step."""
         replicas = SyncReplicas(workers + backup, self.times, self.bandwidth, self.seed)
-        found = Percentiles.of(replicas.run(workers, self.steps, tail))
+        found = replicas.run(workers, self.steps, tail)
         assert replicas.updates == [1.0] * len(replicas.updates), "means of gradients that are all 1"
         return found
 
     def asynchronous(self, workers: int = REPLICAS) -> Percentiles:
         """Seconds in which as many gradients are applied as there are workers."""
-        return Percentiles.of(AsyncReplicas(workers, self.times, self.bandwidth, self.seed).run(self.steps))
+        return Percentiles.of(self.async_seconds(workers))
+
+    def async_seconds(self, workers: int = REPLICAS) -> list[float]:
+        """Seconds in which as many gradients are applied as there are workers, over and over."""
+        return AsyncReplicas(workers, self.times, self.bandwidth, self.seed).run(self.steps)
 
     @property
     def gap(self) -> float:
