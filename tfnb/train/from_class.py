@@ -298,7 +298,7 @@ class FromClass(FromTorch):
                 group["lr"] = rate
             idle = object.__new__(type(self.optimizer))
             idle.__dict__.update(vars(self.optimizer))
-            owners = {None: idle.__dict__, **dict(enumerate(groups))}
+            owners: dict[Any, dict[str, Any]] = {None: idle.__dict__, **dict(enumerate(groups))}
             for where, name in self._changing:
                 value = slots[0][_label_of((where, name))].clone()
                 owners[where][name] = as_number(value) if value.dtype in _OF_NUMBERS and not value.dim() else value
@@ -318,7 +318,7 @@ class FromClass(FromTorch):
                 found[0][1][label] = torch.as_tensor(owners[where][name], dtype=slots[0][label].dtype)
         for mine in stands.values():
             recorder.autograd.set_grad(mine, None)
-        return found
+        return [*found]
 
     def _refuse_constants(
         self, owners: Mapping[Any, Mapping[str, Any]], before: Mapping[Any, Mapping[str, Any]]
