@@ -57,7 +57,7 @@ def has_own_step(kind: type) -> bool:
 
 
 def step_within() -> InnerStep | None:
-    """How a ``step`` of a class of the user's own that is being recorded takes that of an inner optimizer."""
+    """The recorded ``step`` of a user's class takes the step of an inner optimizer by this function."""
     return _within.get()
 
 
@@ -217,7 +217,7 @@ class FromClass(FromTorch):
         return self.optimizer.state[parameter][name]
 
     def _begin_again(self, parameter: torch.Tensor, name: str) -> None:
-        """Fill in missing entries of the state: what a first step of its own makes, or first values as of now."""
+        """Fill in missing entries of the state: from the class's own first step, or first values as of now."""
         first = self._first[parameter]
         if _BEGUN in first and name not in self._given[parameter]:
             self.optimizer.state[parameter][name] = first[name] = first[name].clone()
@@ -323,7 +323,7 @@ class FromClass(FromTorch):
     def _refuse_constants(
         self, owners: Mapping[Any, Mapping[str, Any]], before: Mapping[Any, Mapping[str, Any]]
     ) -> None:
-        """Raise Unsupported for a step that binds other attributes or settings than those that are Variables."""
+        """Raise Unsupported for a step that binds an attribute or setting without a Variable."""
         for where, owner in owners.items():
             for name, value in owner.items():
                 is_constant = (where, name) not in self._changing and name not in ("state", "param_groups")

@@ -255,7 +255,7 @@ class FromTorch(Optimizer):
         return state[name]
 
     def _is_begun(self, parameter: torch.Tensor, flag: str) -> torch.Tensor:
-        """Whether a first step was taken that is another one than those after it: torch has no state before that step.
+        """Whether the first step, where later steps differ, was taken: torch has no state before the first step.
 
         The flag is the runs' own as long as the state holds what was put there for them.
         """
@@ -270,7 +270,7 @@ class FromTorch(Optimizer):
         return self._first[parameter].keys() - {self._flag}
 
     def unbegun(self) -> list[tuple[torch.Tensor, str]]:
-        """Entries of the state that stand there for runs, of which none has taken the first step."""
+        """Entries of the state for runs, before any run has taken the first step."""
         return [
             (parameter, name)
             for parameter, first in self._first.items() if self._flag in first and not first[self._flag]
@@ -279,7 +279,7 @@ class FromTorch(Optimizer):
         ]  # fmt: skip
 
     def drop_unbegun(self) -> None:
-        """Before an eager step: torch takes a state with anything in it for a whole one."""
+        """Before an eager step: torch takes a state with any entry for a whole state."""
         for parameter, name in self.unbegun():
             if self._kept[parameter, self._flag].home is None:
                 del self.optimizer.state[parameter][name]

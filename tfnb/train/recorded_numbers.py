@@ -79,5 +79,7 @@ def _nth(item: Any, index: int) -> Any:
 
 
 _NARROW = {torch.float16, torch.bfloat16}
-_FILLED: Mapping[str, Callable[..., torch.Tensor]] = {"full_like": torch.ones_like, "new_full": torch.Tensor.new_ones, "full": torch.ones}
+_FILLED: Mapping[str, Callable[..., torch.Tensor]] = {
+    "full_like": torch.ones_like, "new_full": torch.Tensor.new_ones, "full": torch.ones,
+}  # fmt: skip
 _SCALES = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"}

@@ -273,7 +273,7 @@ class PlainClosure:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Inside, no recording is open, no gradients are taken, and random numbers drawn leave the generator as it was."""
+    """Inside, no recording is open and no gradients are taken; afterwards the random generator is as before."""
     with setting(current.stack, open=[]), _disable_current_modes(), torch.no_grad():
         random = torch.default_generator.get_state()
         try:
@@ -309,7 +309,7 @@ def _changed(whole: PlainCopy, untouched: PlainCopy) -> list[Setting]:
 
 
 def is_value(value: Any) -> bool:
-    """True for what a Variable can hold."""
+    """True for a tensor or number, which a Variable can hold."""
     return isinstance(value, (torch.Tensor, bool, int, float)) and not isinstance(value, torch.nn.Parameter)
 
 
@@ -365,7 +365,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _settings_of(inner: torch.optim.Optimizer) -> list[Any]:
-    """The settings of an inner optimizer; it may share its groups, which have others, too."""
+    """The settings of an inner optimizer, whose groups may be shared with the outer one and hold further settings."""
     return [group.get(name) for group in inner.param_groups for name in inner.defaults]
 
 

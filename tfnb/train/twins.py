@@ -51,7 +51,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> FromTorch:
 
 
 def _before_eager_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Hook of every step: what stands in the state for runs alone is none of torch's."""
+    """Hook of every eager step: entries of the state for runs alone are dropped first."""
     if current.recording() is None and (twin := optimizer.__dict__.get(TWIN)) is not None:
         twin.drop_unbegun()
 
