@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager
@@ -61,6 +62,7 @@ from tfnb.errors import (
     VersionMismatch,
     ensure_type,
 )  # fmt: skip
+from tfnb.recording.marks.notes import user_level
 from tfnb.recording.marks.while_recording import SharedContext, swapped
 
 T = TypeVar("T")
@@ -213,9 +215,16 @@ def _last(error: BaseException) -> str:
 
 
 def _closed(ours: Client | LocalCluster) -> None:
-    """Close a client or cluster opened here, silencing Dask's traceback of a search for a vanished scheduler."""
-    with silence_logging_cmgr(logging.CRITICAL):
-        ours.close()
+    """Close a client or cluster opened here, silencing Dask's traceback of a search for a vanished scheduler.
+
+    Warns of processes that do not end within Dask's deadline: the values are home by then.
+    """
+    try:
+        with silence_logging_cmgr(logging.CRITICAL):
+            ours.close()
+    except TimeoutError:
+        text = "a process of the cluster did not end within Dask's deadline, and ends with this one"
+        warnings.warn(text, stacklevel=user_level(None))
 
 
 def _hushed(client: Client) -> None:
