@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -524,7 +526,27 @@ class KeepsGradient(Ruled):
         kept["before"] = p.grad
 
 
+class CountsInItsObject(Ruled):
+    def set_up(self, params: list[Any]) -> None:
+        self.phase = SimpleNamespace(n=0)
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        self.phase.n += 1
+        p.sub_(p.grad * group["lr"] * (0.5 if self.phase.n > 20 else 1.0))
+
+
+class LooksBack(Ruled):
+    def set_up(self, params: list[Any]) -> None:
+        self.norms = deque(maxlen=20)
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        self.norms.append(1.0)
+        p.sub_(p.grad * group["lr"] * (0.5 if len(self.norms) == 20 else 1.0))
+
+
 WRONG = [
+    (CountsInItsObject, "changes its attribute phase"),
+    (LooksBack, "changes its attribute norms"),
     (CountsFromOne, r"another state\['n'\] by its first step.*state\.setdefault\('n', 0\)"),
     (BeginsAtOne, r"another state\['n'\] by its first step"),
     (FirstIsUndamped, r"another state\['m'\] by its first step"),
@@ -604,7 +626,16 @@ class ReadsItself(Ruled):
         p.sub_(group["lr"] * kept["m"] / len(self.all))
 
 
-RIGHT = [CountsByDefault, WritesGradient, SizesByRate, EveryThird, ReadsItself]
+class KeepsItsCount(Ruled):
+    """A name for a number stays that number where the state goes on."""
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        count = kept.setdefault("n", 0)
+        kept["n"] += 1
+        p.sub_(p.grad * group["lr"] / (count + 1))
+
+
+RIGHT = [CountsByDefault, KeepsItsCount, WritesGradient, SizesByRate, EveryThird, ReadsItself]
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.0])

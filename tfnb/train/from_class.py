@@ -7,6 +7,7 @@ recorded tensor; what it leaves in them is assigned to Variables. So the graph h
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -29,7 +30,7 @@ from tfnb.recording.subgraphs.own_gradient import sealed
 from tfnb.recording.values.variables import known
 from tfnb.train.from_torch import FromTorch
 from tfnb.train.optimizer import Optimizer, Pair, Rate
-from tfnb.train.rehearsal import INSTEAD, FirstValue, Rehearsal, is_plain, refused_change
+from tfnb.train.rehearsal import HOOKS, INSTEAD, FirstValue, Rehearsal, is_plain, refused_change
 
 _within: ContextVar[bool] = ContextVar("within", default=False)  # whether a ``step`` of the user's is under way
 
@@ -127,11 +128,11 @@ class FromClass(FromTorch):
         if isinstance(entry, torch.Tensor) and entry.dtype == first.dtype:
             return entry
         if current.recording() is not None:
-            return first.clone() if entry is None else torch.as_tensor(entry).to(first)
+            return first.clone() if entry is None else torch.as_tensor(entry, dtype=first.dtype, device=first.device)
         if entry is None:
             self._begin_again(parameter, name)
         else:
-            self.optimizer.state[parameter][name] = torch.as_tensor(entry).to(first)
+            self.optimizer.state[parameter][name] = torch.as_tensor(entry, dtype=first.dtype, device=first.device)
         return self.optimizer.state[parameter][name]
 
     def _begin_again(self, parameter: torch.Tensor, name: str) -> None:
@@ -280,7 +281,7 @@ class FromClass(FromTorch):
 
 _NO_SETTINGS = {
     "params", "lr", "initial_lr", "defaults", "param_groups", "state", "_opt_called", "_step_count",
-    "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured",
+    "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", *HOOKS,
 }  # fmt: skip
 
 
@@ -291,7 +292,10 @@ class _Numbers(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, args = dict(kwargs or {}), list(args)
-        name = getattr(func, "__name__", "").rstrip("_")
+        name = getattr(func, "__name__", "")
+        if args and is_number(args[0]):  # `+=` gives a name another number, and leaves the number of other names
+            func = _AUGMENTED.get(name, func)
+        name = name.rstrip("_")
         scale = _SCALES.get(name)
         if scale is not None and isinstance(kwargs.get(scale), Tensor):  # torch takes a plain number only
             args[1] = _scaled(args[1], kwargs.pop(scale))
@@ -308,6 +312,10 @@ def _scaled(xs: Any, factor: torch.Tensor) -> Any:
     return [x * factor for x in xs] if isinstance(xs, (list, tuple)) else xs * factor
 
 
+_AUGMENTED = {
+    "add_": operator.add, "sub_": operator.sub, "mul_": operator.mul, "div_": operator.truediv,
+    "floor_divide_": operator.floordiv, "remainder_": operator.mod, "pow_": operator.pow,
+}  # fmt: skip
 _SCALES = {
     "add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value",
     "_foreach_add": "alpha", "_foreach_sub": "alpha",

@@ -6,17 +6,21 @@ that lives on are compared with steps of new copies that get these entries alone
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
 from tfnb.errors import Unsupported
+from tfnb.recording.marks.user_code import is_of_program
 
 Entries = dict[str, Any]  # the state of one Parameter
 _STEPS = 4
-_HOOKS = {
+HOOKS = {
     f"_optimizer_{at}_{when}_hooks" for at in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
 }
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -69,7 +73,7 @@ class PlainCopy:
         memo |= {id(optimizer): self.optimizer, id(twin): twin}
         for name, value in vars(optimizer).items():
             if name != "state":
-                self.optimizer.__dict__[name] = value if name in _HOOKS else _copied(optimizer, name, value, memo)
+                self.optimizer.__dict__[name] = value if name in HOOKS else _copied(optimizer, name, value, memo)
         self.groups: list[dict[str, Any]] = self.optimizer.__dict__.pop("param_groups")
         self.attributes = dict(vars(self.optimizer))
         self.state: list[Entries] = [{} for _ in places]
@@ -226,15 +230,19 @@ def _near(a: Any, b: Any) -> bool:
     return torch.allclose(a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=0.0, equal_nan=True)
 
 
-def _same(a: Any, b: Any) -> bool:
-    """True if a step left the tensors, numbers and strings of an attribute as they were, also in containers."""
-    if isinstance(a, torch.nn.Parameter):
+def _same(a: Any, b: Any, deep: int = 4) -> bool:
+    """True if a step left the tensors, numbers and strings of an attribute as they were, also in containers and plain
+    objects.
+    """
+    if isinstance(a, torch.nn.Parameter) or not deep:
         return True
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and _near(a, b)
-    if isinstance(a, (dict, list, tuple, set)):
+    if isinstance(a, SimpleNamespace) or is_of_program(type(a)):
+        a, b = (getattr(x, "__dict__", {}) for x in (a, b))
+    if isinstance(a, (dict, list, tuple, set, deque)):
         a, b = (x.values() if isinstance(x, dict) else x for x in (a, b))
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(partial(_same, deep=deep - 1), a, b))
     return not isinstance(a, _PLAIN) or (type(a) is type(b) and (a == b or a != a))
 
 
