@@ -11,7 +11,6 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,7 @@ from tfnb.recording.subgraphs.own_gradient import sealed
 from tfnb.recording.values.variables import known
 from tfnb.train.from_torch import FromTorch
 from tfnb.train.optimizer import Optimizer, Pair, Rate
-from tfnb.train.rehearsal import HOOKS, INSTEAD, FirstValue, Rehearsal, is_plain, refused_change
+from tfnb.train.rehearsal import HOOKS, INSTEAD, FirstValue, Rehearsal, constant, is_plain, refused_change
 
 _within: ContextVar[bool] = ContextVar("within", default=False)  # whether a ``step`` of the user's is under way
 
@@ -251,13 +250,11 @@ class FromClass(FromTorch):
         return as_number(self._reads[-1].clone())
 
     def _settings(self, number: int) -> dict[str, Any]:
-        """The settings of a group and the plain attributes of the optimizer, as constants of a recorded step."""
+        """The settings of a group and the attributes of the optimizer, as constants of a recorded step."""
         mine = {f"self.{name}": value for name, value in vars(self.optimizer).items() if name not in _NO_SETTINGS}
         group = {name: value for name, value in self.optimizer.param_groups[number].items() if name not in _NO_SETTINGS}
-        both = {
-            n: x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for n, x in {**mine, **group}.items()
-        }
-        return {name: deepcopy(value) for name, value in both.items() if is_plain(value)}
+        with _disable_current_modes():
+            return {name: constant(value) for name, value in {**mine, **group}.items()}
 
     def _lr(self, number: int) -> torch.Tensor:
         if current.recording() is None:
@@ -269,10 +266,11 @@ class FromClass(FromTorch):
         """Raise FailedPrecondition in a run whose group has other settings than were recorded."""
         if current.recording() is None and (now := self._settings(number)) != before:
             name = next(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+            is_told = is_plain(before.get(name)) and is_plain(now.get(name))
+            change = f"was {before.get(name)}, and is {now.get(name)} now" if is_told else "is another one now"
             raise FailedPrecondition(
-                f"{self._label}: {name} was {before.get(name)}, and is {now.get(name)} now (group {number}): the "
-                "recorded step of a class of your own reads its learning rate at each run, and has the other settings "
-                "of its recording. Record the step again"
+                f"{self._label}: {name} {change} (group {number}): a recorded step of a class of your own reads its "
+                "learning rate at each run, and has the other settings of its recording. Record the step again"
             )
 
     def __repr__(self) -> str:
@@ -280,7 +278,7 @@ class FromClass(FromTorch):
 
 
 _NO_SETTINGS = {
-    "params", "lr", "initial_lr", "defaults", "param_groups", "state", "_opt_called", "_step_count",
+    "params", "lr", "initial_lr", "defaults", "param_groups", "state", "step", "_opt_called", "_step_count",
     "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", *HOOKS,
 }  # fmt: skip
 

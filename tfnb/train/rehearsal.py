@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from types import SimpleNamespace
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,10 @@ _STEPS = 4
 HOOKS = {
     f"_optimizer_{at}_{when}_hooks" for at in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
 }
-_PLAIN = (bool, int, float, complex, str, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+_FEW = 4096  # numbers of a tensor that are compared
+_EMPTY = CellType()
+_APART = (torch.optim.Optimizer, torch.nn.Module, torch.nn.Parameter)  # their numbers change, or are read, in a run
 INSTEAD = "write its rule as a tfnb.train.Optimizer, or step it between runs"
 
 
@@ -251,6 +254,39 @@ def is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple, dict)):
         return all(map(is_plain, value.values() if isinstance(value, dict) else value))
     return isinstance(value, _PLAIN)
+
+
+def constant(value: object, deep: int = 4) -> object:
+    """The form of a setting or attribute whose equality tells whether a graph may keep it as a constant.
+
+    Tensors by value (large ones by identity and version), containers and objects of the user's classes by their items,
+    functions by code, defaults and closure, all else by identity.
+    """
+    if is_plain(value):
+        return deepcopy(value)
+    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        few = value.numel() <= _FEW and value.layout is torch.strided and value.device.type != "meta"
+        numbers = str(value.tolist()) if few else (id(value), value._version)
+        return value.item() if value.numel() == 1 else (torch.Tensor, numbers)
+    if not deep:
+        return type(value)
+    form = partial(constant, deep=deep - 1)
+    if isinstance(value, (set, frozenset)):
+        return type(value), sorted(map(repr, map(form, value)))
+    if isinstance(value, Mapping):
+        return type(value), [*map(form, value)], [*map(form, value.values())]
+    if isinstance(value, (deque, list, tuple)):
+        return type(value), [*map(form, value)]
+    if isinstance(value, partial):
+        return form((value.func, value.args, value.keywords))
+    if isinstance(value, MethodType):
+        return form(value.__func__)
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
+        return value.__code__, form(value.__defaults__), form(cells)
+    if isinstance(value, SimpleNamespace) or (is_of_program(type(value)) and not isinstance(value, _APART)):
+        return type(value), constant(dict(getattr(value, "__dict__", {})), deep)
+    return id(value), type(value)
 
 
 def _shares(value: Any, grad: torch.Tensor) -> bool:
