@@ -489,7 +489,7 @@ class Cluster:
             for array, rows in zip(data.arrays, first, strict=True)
         ]
 
-    def in_chunks(self, data: Any, timeout: float | None) -> Any:
+    def in_chunks(self, data: object, timeout: float | None) -> Any:
         """Data for `ahead`: Dask collections are computed and kept on the workers; rows come here where this process
         drives steps.
         """

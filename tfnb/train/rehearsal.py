@@ -45,19 +45,19 @@ class FirstValues(Entries):
         self.first: dict[str, FirstValue] = {}
         self.update(entries)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         if name not in self and isinstance(value, torch.Tensor):
             self.first[name] = FirstValue(value.detach().clone(), None)
         elif name not in self and isinstance(value, (int, float)) and not isinstance(value, bool):
             self.first[name] = FirstValue(torch.tensor(float(value), dtype=torch.float64), value)
         super().__setitem__(name, value)
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
+    def setdefault(self, name: str, default: object = None) -> Any:
         if name not in self:
             self[name] = default
         return self[name]
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, *args: object, **kwargs: object) -> None:
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
@@ -71,7 +71,7 @@ class PlainCopy:
             torch.nn.Parameter(value.detach().clone(), requires_grad=p.requires_grad)
             for p, value in zip(places, values, strict=True)
         ]
-        self.optimizer: Any = object.__new__(type(optimizer))
+        self.optimizer: object = object.__new__(type(optimizer))
         memo: dict[int, Any] = {id(p): mine for p, mine in zip(places, self.parameters, strict=True)}
         memo |= {id(optimizer): self.optimizer, id(twin): twin}
         for name, value in vars(optimizer).items():
@@ -202,7 +202,7 @@ def refused_change(label: str, what: str) -> str:
     )
 
 
-def _copied(optimizer: torch.optim.Optimizer, name: str, value: Any, memo: dict[int, Any]) -> Any:
+def _copied(optimizer: torch.optim.Optimizer, name: str, value: object, memo: dict[int, Any]) -> Any:
     try:
         return deepcopy(value, memo)
     except Exception as error:
@@ -223,7 +223,7 @@ def _differing(first: Mapping[str, FirstValue], again: Mapping[str, FirstValue])
     return [*(first.keys() ^ again.keys()), *(n for n in both if not torch.equal(first[n].tensor, again[n].tensor))]
 
 
-def _near(a: Any, b: Any) -> bool:
+def _near(a: object, b: object) -> bool:
     """True for two tensors or numbers equal but for rounding of the last digits."""
     a, b = (torch.as_tensor(x, dtype=None if isinstance(x, torch.Tensor) else torch.float64) for x in (a, b))
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -289,5 +289,5 @@ def constant(value: object, deep: int = 4) -> object:
     return id(value), type(value)
 
 
-def _shares(value: Any, grad: torch.Tensor) -> bool:
+def _shares(value: object, grad: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()

@@ -87,7 +87,7 @@ _ENCRYPTED = ("tls", "wss", "inproc", "unix")
 
 
 def find(
-    cluster: Any, wanted: Requirements, security: Security | None, insecure: bool, timeout: float,
+    cluster: object, wanted: Requirements, security: Security | None, insecure: bool, timeout: float,
     started: LocalWorkers = AS_EVER,
 ) -> DaskCluster:  # fmt: skip
     """Connect to the user's cluster, or start one; raises Unavailable, InsecureAddress, InvalidArgument or
@@ -105,7 +105,8 @@ def find(
 
 
 def _found(
-    cluster: Any, wanted: Requirements, security: Security | None, insecure: bool, timeout: float, started: LocalWorkers
+    cluster: object, wanted: Requirements, security: Security | None, insecure: bool, timeout: float,
+    started: LocalWorkers,
 ) -> DaskCluster:  # fmt: skip
     match cluster:
         case bool() | float() | bytes():
@@ -180,7 +181,7 @@ def _check_secure(address: str, insecure: bool) -> None:
         )
 
 
-def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: Any) -> DaskCluster:
+def _dialled(target: object, name: str, security: object, timeout: float, **kwargs: object) -> DaskCluster:
     """A client of our own."""
 
     def make() -> Client:
@@ -341,7 +342,7 @@ class _Local(LocalCluster):
     That may be a busy machine's first successor, or the next one, of a worker that was lost again meanwhile.
     """
 
-    def _update_worker_status(self, op: str, msg: Any) -> None:
+    def _update_worker_status(self, op: str, msg: object) -> None:
         with dask.config.set(SETTINGS):
             super()._update_worker_status(op, msg)
 

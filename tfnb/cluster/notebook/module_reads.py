@@ -36,13 +36,13 @@ PATIENCE = 4.0  # seconds that a recording waits for the servers: its samples ar
 _holders = WeakIdKeyDictionary()  # module or optimizer -> how many clusters hold Variables of it
 
 
-def pull_first(holder: Holder, *_: Any) -> None:
+def pull_first(holder: Holder, *_: object) -> None:
     """The hook of ``state_dict()``: storages show one step of the servers before they are read."""
     if holder in _holders and recording() is None and not _is_inner(holder):
         _pull(holder, "state_dict()")
 
 
-def _pull_before_call(module: nn.Module, _: Any) -> None:
+def _pull_before_call(module: nn.Module, _: object) -> None:
     """The hook of calls of modules; all that a call reads is of one step."""
     if torch.compiler.is_compiling() or module not in _holders or recording() is not None:
         return

@@ -169,7 +169,7 @@ class LossyPeers:
         """The number of the round."""
         return self.peers.round
 
-    def tell(self, edge: int, to: int, tag: tuple[int, ...], value: Any, dead: tuple[int, int] | None) -> None:
+    def tell(self, edge: int, to: int, tag: tuple[int, ...], value: object, dead: tuple[int, int] | None) -> None:
         """Send a value, narrowed. Raises NonFinite."""
         if edge in self.dtypes and isinstance(value, torch.Tensor) and not value.is_meta:
             value = narrowed(value, self.format, "a value for another task")
