@@ -45,6 +45,31 @@ def test_identical_modes_do_not_differ_and_other_ones_do_and_all_is_as_before() 
     assert html.count("<polygon") == 6 and "quick" in html and "± " in repr(found) and found.name == "loss"
 
 
+def test_steps_of_two_graphs_are_compared_and_the_variables_of_both_are_as_before() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 1)
+
+    def recorded(lr: float) -> dict[str, Any]:
+        with tfnb.record():
+            x = tfnb.placeholder(torch.rand(4, 3), name="x")
+            loss = (layer(x) - x.sum(1, keepdim=True)).square().mean()
+            return {"fetch": tfnb.train.Adam(lr).minimize(loss), "watch": {"loss": loss}}
+
+    modes = {f"{lr:g}": recorded(lr) for lr in (0.001, 0.1)}
+    graphs = [how["fetch"].graph for how in modes.values()]
+    before = [variable.value() for graph in graphs for variable in graph.variables]
+    found = tfnb.compare(**modes["0.1"], data={"x": torch.rand(50, 3)}, modes=modes, seeds=4, epochs=6, batch_size=8)
+    assert all(map(torch.equal, before, [variable.value() for graph in graphs for variable in graph.variables]))
+    begins = [found.runs[name][0][0].value for name in modes]
+    assert begins[0] == begins[1] and found.last("0.1", "samples")[0] < found.last("0.001", "samples")[0]
+    with pytest.raises(InvalidArgument, match="follows at least one scalar, and in each mode the same ones"):
+        tfnb.compare(
+            **modes["0.1"],
+            data={"x": torch.rand(50, 3)},
+            modes={"a": {}, "b": {"watch": {"other": modes["0.1"]["watch"]["loss"]}}},
+        )
+
+
 def test_values_at_equal_samples_and_at_equal_time() -> None:
     """A mode with twice the rate, whose value falls half as quickly with each sample."""
     steady = [[Point(k, float(k), 100.0 - k) for k in range(1, 101)] for _ in range(3)]

@@ -253,7 +253,7 @@ class NotebookRun:
         self._terminal.say(said)
         return status
 
-    async def _in_kernel(self, kernel: Any) -> tuple[int, str]:
+    async def _in_kernel(self, kernel: object) -> tuple[int, str]:
         """Start the kernel, connect, and run the cells. Returns the exit status, and a text."""
         starting = asyncio.ensure_future(self._start(kernel))
         if not await self._ended(starting, None):
@@ -291,7 +291,7 @@ class NotebookRun:
         """Execute a cell that is not of the notebook, and has deadlines of its own."""
         return await self._execute(self._nbformat.v4.new_code_cell(code), is_counted=False)
 
-    async def _execute(self, cell: Any, *, is_counted: bool = True) -> CellFailure | None:
+    async def _execute(self, cell: object, *, is_counted: bool = True) -> CellFailure | None:
         """Execute a cell, until it ends, is interrupted, or its time is over."""
         self._steps.cells.append(cell)
         executed = self._client.async_execute_cell(cell, len(self._steps.cells) - 1, store_history=is_counted)
@@ -310,7 +310,7 @@ class NotebookRun:
         stopping.cancel()
         return work.done()
 
-    async def _interrupt(self, cell: Any, execution: asyncio.Future[Any]) -> CellFailure:
+    async def _interrupt(self, cell: object, execution: asyncio.Future[Any]) -> CellFailure:
         """Interrupt the kernel, and wait for the cell a little, or until a second signal."""
         stopped = "stopped" if self._signals else f"stopped after {self._timeout:g} s (--timeout)"
         with suppress(RuntimeError):  # the kernel is gone

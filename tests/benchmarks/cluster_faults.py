@@ -401,8 +401,8 @@ def kept_virtually(minutes: float) -> Iterator[str]:
                 yield f"{mode}, {kinds}, {step:g} s a step: {share:.1%} kept; {account}"
 
 
-def costs(pairs: int) -> str:
-    """What copies, and a checkpoint every 10 seconds, cost all processors, as shares of the training's own time."""
+def costs(pairs: int, mode: str) -> str:
+    """Processor time of copies, and of a checkpoint every 10 seconds, as shares of the training's own time."""
     found: dict[str, list[StepCost]] = {name: [] for name in ("neither", "copies", "checkpoints")}
     with (
         worker_processes(3) as dask, tempfile.TemporaryDirectory() as folder,
@@ -413,14 +413,14 @@ def costs(pairs: int) -> str:
         for turn in range(pairs):
             for name, taken in found.items():
                 where = Path(folder, str(turn)) if name == "checkpoints" else None
-                taken.append(step_cost(net, times, name == "copies", where))
+                taken.append(step_cost(net, times, mode, name == "copies", where))
     alone, copied, saved = found.values()
     step = statistics.median(one.step for one in alone)
     copies = statistics.median(b.step / a.step - 1 for a, b in zip(alone, copied, strict=True))
     one = statistics.median((b.busy - b.steps * a.step) / b.files for a, b in zip(alone, saved, strict=True))
     share = one / SAVE_EVERY / statistics.median(each.busy / each.seconds for each in alone)
     return (
-        f"{MB} MB, async: a step takes {step:.1f} ms of processors; copies every 2 s add {copies:.1%}; a checkpoint "
+        f"{MB} MB, {mode}: a step takes {step:.1f} ms of processors; copies every 2 s add {copies:.1%}; a checkpoint "
         f"takes {one:.0f} ms, which every {SAVE_EVERY:g} s is {share:.1%} (of {pairs} pairs)"
     )
 
@@ -439,7 +439,7 @@ class StepCost(NamedTuple):
         return self.busy / self.steps
 
 
-def step_cost(net: Wide, times: ProcessorTimes, is_on: bool, folder: Path | None) -> StepCost:
+def step_cost(net: Wide, times: ProcessorTimes, mode: str, is_on: bool, folder: Path | None) -> StepCost:
     """Train for ten seconds. is_on: with copies; folder: of checkpoints, one in the middle and one at the end."""
     end, steps, refresh = time.monotonic() + SAVE_EVERY, list[int](), RecoveryCopies.refresh
     saved = {} if folder is None else {"checkpoint": folder, "checkpoint_every": SAVE_EVERY / 2}
@@ -451,13 +451,14 @@ def step_cost(net: Wide, times: ProcessorTimes, is_on: bool, folder: Path | None
     if not is_on:
         RecoveryCopies.refresh = lambda self, every: None  # type: ignore[method-assign]
     try:
-        *busy, wall = times.of(lambda: steps.append(tfnb.fit(net.train, rows(), mode="async", **saved).steps))
+        *busy, wall = times.of(lambda: steps.append(tfnb.fit(net.train, rows(), mode=mode, **saved).steps))
     finally:
         RecoveryCopies.refresh = refresh  # type: ignore[method-assign]
     return StepCost(steps[0], wall / 1e3, sum(busy), 0 if folder is None else len([*folder.glob("ckpt-*.json")]))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # it is at a loss about what is killed
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=5)
@@ -472,7 +473,8 @@ if __name__ == "__main__":
             table(client, asked.times, asked.rows, asked.tests)
     for line in kept_virtually(asked.minutes) if asked.minutes else ():
         print(line, flush=True)
-    for name in ("async", "sync") if asked.seconds else ():
-        print(kept_share(asked.seconds, name), flush=True)
-    if asked.pairs:
-        print(costs(asked.pairs), flush=True)
+    for name in ("async", "sync"):
+        if asked.seconds:
+            print(kept_share(asked.seconds, name), flush=True)
+        if asked.pairs:
+            print(costs(asked.pairs, name), flush=True)

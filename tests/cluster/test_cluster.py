@@ -120,7 +120,7 @@ def test_variables_answer_for_their_servers(connect):
     tfnb.run(double)
     assert "ps:" in v.device
     v.assign_add(torch.ones(2))
-    assert v.storage.tolist() == [1, 2], "the storage here is stale"
+    assert v.storage.tolist() == [2, 3], "no step writes it: the loss of a server does not undo the assignment"
     assert v.value().tolist() == [2, 3]
     assert tfnb.run(double).tolist() == [4, 6]
     with pytest.raises(ShapeError):

@@ -413,6 +413,21 @@ def test_values_of_a_loop_of_runs_are_the_holders(dask: Client, connect: Any, fo
     assert first == second >= copy.pins.step + taken
 
 
+def test_a_rate_that_a_loop_assigns_in_each_turn_leaves_the_copies_of_the_rest(connect: Any) -> None:
+    rate, weight, x, train = rated("assigned_in_a_loop")
+    cluster, end = connect(1), time.monotonic() + SOON
+    while (copy := newest(cluster)) is None or copy.pins.step < 10:
+        assert time.monotonic() < end, "no copy was made in time"
+        rate.assign(torch.tensor(1.0, dtype=torch.float64))
+        tfnb.run(train, {x: torch.ones(4)})
+    kill(cluster._engine.servers[0])
+    with pytest.raises(ParameterServerLost, match="hold the copy held by") as caught:
+        while True:
+            tfnb.run(train, {x: torch.ones(4)})
+    assert weight.value().tolist() == [caught.value.details["pulled_step"]] * 2 and weight.value()[0] >= 10
+    assert rate.value() == 1.0
+
+
 @pytest.mark.slow
 def test_what_was_assigned_since_the_copy_stays(connect: Any) -> None:
     rate, weight, x, train = rated("assigned_since")

@@ -17,7 +17,7 @@ import dask
 import distributed.comm.tcp
 import pytest
 import torch
-from distributed import Worker, WorkerPlugin
+from distributed import LocalCluster, Worker, WorkerPlugin
 
 import tfnb
 from tfnb.cluster.members import connection, deploy
@@ -168,6 +168,24 @@ def test_workers_that_come_later_have_the_settings_of_the_first_ones(spawned: No
             time.sleep(0.2)
         found = dict(client.run(_process).values())
         assert {pid: found[pid] for pid in later} == dict.fromkeys(later, first.popitem()[1])
+
+
+def test_a_process_that_does_not_end_in_time_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = tfnb.Variable(torch.zeros(2))
+    with tfnb.record():
+        step = weight.assign_add(torch.ones(2))
+    close = LocalCluster.close
+
+    def late(self: LocalCluster, timeout: float | None = None) -> None:
+        close(self, timeout)
+        raise TimeoutError
+
+    monkeypatch.setattr(LocalCluster, "close", late)
+    cluster = tfnb.connect(1, ps=1)
+    tfnb.run(step)
+    with pytest.warns(UserWarning, match="did not end within Dask's deadline"):
+        cluster.close()
+    assert weight.value().tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("asked", [{"threads": 0}, {"threads": True}, {"memory": "lots"}, {"memory": "2XB"}])

@@ -139,6 +139,36 @@ def test_a_call_in_mid_training_has_the_weights_of_one_step(connect) -> None:
     assert all(len(set(weights)) == 1 for _, *weights in seen), seen
 
 
+class Own(torch.optim.Optimizer):
+    """Momentum in a class of the user's, with a count that is a number of Python."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update(count=0, buffer=torch.zeros_like(parameter))
+                state["count"] += 1
+                state["buffer"].mul_(0.9).add_(parameter.grad)
+                parameter.sub_(state["buffer"] * group["lr"] / state["count"])
+
+
+def test_an_optimizer_of_a_class_of_the_users(connect) -> None:
+    twin = Twin(Own, lr=0.05)
+    connect(1)
+    for steps in (2, 1, 2):
+        twin.run(steps)
+        found, expected = (each.state_dict()["state"] for each in (twin.optimizer, twin.torch))
+        for number, state in expected.items():
+            alike({"buffer": found[number]["buffer"]}, {"buffer": state["buffer"]})
+            assert int(found[number]["count"]) == state["count"] == twin.taken
+        alike(twin.model.state_dict(), twin.plain.state_dict())
+
+
 def test_wrappers_that_come_later_and_a_reused_destination(connect, monkeypatch) -> None:
     twin = Twin(torch.optim.SGD, lr=0.05, momentum=0.9)
     pulls = counted(connect(1), monkeypatch)
@@ -296,7 +326,7 @@ def test_with_a_server_lost_the_last_pulled_values_and_their_step(connect, monke
     pulled = {name: value.clone() for name, value in twin.model.state_dict().items()}
     twin.run(3)
     os.kill(cluster._engine.servers[0].info["pid"], signal.SIGKILL)
-    with pytest.warns(UserWarning, match=r"state_dict\(\) has the last pulled values.*step 2"):
+    with pytest.warns(UserWarning, match=r"state_dict\(\) has the values here, of step 2"):
         found = twin.model.state_dict()
     alike(found, pulled)
     with pytest.warns(UserWarning, match=r"state_dict\(\) has the values here: the cluster was lost.*step 2"):

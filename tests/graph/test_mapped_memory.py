@@ -151,6 +151,7 @@ def test_a_mapped_tensor_is_a_plain_one_through_any_writes(acts: list[tuple[str,
         assert b"".join(bytes(piece) for piece in mapped_files.pieces(one)) == other.view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.slow
 def test_memory_that_was_used_before_is_zeros_again_and_the_file_does_not_grow() -> None:
     file = MappedFile()
     for _ in range(5):

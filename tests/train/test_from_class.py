@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -504,7 +507,27 @@ class KeepsGradient(Ruled):
         kept["before"] = p.grad
 
 
+class CountsInItsObject(Ruled):
+    def set_up(self, params: list[Any]) -> None:
+        self.phase = SimpleNamespace(n=0)
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        self.phase.n += 1
+        p.sub_(p.grad * group["lr"] * (0.5 if self.phase.n > 20 else 1.0))
+
+
+class LooksBack(Ruled):
+    def set_up(self, params: list[Any]) -> None:
+        self.norms = deque(maxlen=20)
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        self.norms.append(1.0)
+        p.sub_(p.grad * group["lr"] * (0.5 if len(self.norms) == 20 else 1.0))
+
+
 WRONG = [
+    (CountsInItsObject, "changes its attribute phase"),
+    (LooksBack, "changes its attribute norms"),
     (OneTensorTwice, r"another state\['\w'\] than a step that has.*no tensor in it by two names"),
     (StringInState, r"keeps state\['phase'\], which is a str"),
     (ListInState, r"keeps state\['buffers'\], which is a list"),
@@ -707,9 +730,18 @@ class TensorInGroup(Ruled):
         p.sub_(group["lr"] * p.grad / group["t"])
 
 
+class KeepsItsCount(Ruled):
+    """A name for a number stays that number where the state goes on."""
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        count = kept.setdefault("n", 0)
+        kept["n"] += 1
+        p.sub_(p.grad * group["lr"] / (count + 1))
+
+
 OWN_FIRST = [CountsFromOne, BeginsAtOne, FirstIsUndamped, FirstOnlyBegins, BeginsWithGradient, BeginsWithParameter]
 RIGHT = [
-    CountsByDefault, WritesGradient, SizesByRate, EveryThird, ReadsItself, *OWN_FIRST, BoolInState,
+    CountsByDefault, KeepsItsCount, WritesGradient, SizesByRate, EveryThird, ReadsItself, *OWN_FIRST, BoolInState,
     AssignsData, AssignsDataTwice, MadeInPart, CountsInItself, CountsInGroup, CountInTensor, TensorInGroup,
 ]  # fmt: skip
 
@@ -835,6 +867,57 @@ def test_an_attribute_that_changed_is_refused_in_a_run() -> None:
     optimizer.mixed[0] = 0.25
     with pytest.raises(FailedPrecondition, match=r"OwnRate: self\.mixed was \[0\.5\], and is \[0\.25\] now"):
         tfnb.run(step, {x: batches()[1]})
+
+
+class Scale:
+    def __init__(self, factor: float) -> None:
+        self.factor, self.curve = factor, {"at": [torch.ones(2)]}
+
+
+def times(factor: float) -> Any:
+    return lambda grad: grad * factor
+
+
+class Constants(Ruled):
+    """Its attributes are an object, functions and tensors."""
+
+    def set_up(self, params: list[Any]) -> None:
+        self.scale, self.kernel, self.curve = Scale(0.1), times(0.5), partial(torch.mul, other=1.0)
+        self.weights, self.large, self.seen = torch.tensor([0.5, 0.25]), torch.ones(5000), {Scale}
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        grad = self.curve(self.kernel(p.grad) * self.weights[0]) * self.scale.curve["at"][0][1]
+        p.sub_(grad * self.scale.factor * self.large[3])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda o: setattr(o, "scale", Scale(0.2)), lambda o: setattr(o.scale, "factor", 0.3),
+        lambda o: o.scale.curve["at"][0].mul_(2), lambda o: setattr(o, "kernel", times(0.25)),
+        lambda o: setattr(o, "curve", partial(torch.mul, other=2.0)), lambda o: o.weights.mul_(2),
+        lambda o: setattr(o, "weights", torch.tensor([0.5, 0.3])), lambda o: o.large.mul_(2),
+        lambda o: o.seen.add(int),
+    ],
+)  # fmt: skip
+def test_an_object_function_or_tensor_of_a_class_that_changed_is_refused_in_a_run(change: Any) -> None:
+    net, optimizer = made(Constants)
+    with tfnb.record():
+        x = tfnb.placeholder(batches()[0])
+        net(x).sum().backward()
+        step = optimizer.step()
+    for _ in range(2):
+        tfnb.run(step, {x: batches()[1]})
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # wraps optimizer.step
+    optimizer.scale, optimizer.weights = copy.deepcopy(optimizer.scale), optimizer.weights.clone()  # equal ones
+    before = net[0].weight.detach().clone()
+    tfnb.run(step, {x: batches()[1]})
+    assert not torch.equal(net[0].weight, before)
+    before = net[0].weight.detach().clone()
+    change(optimizer)
+    with pytest.raises(FailedPrecondition, match=r"Constants: self\.\w+ is another one now"):
+        tfnb.run(step, {x: batches()[1]})
+    assert torch.equal(net[0].weight, before)
 
 
 def test_the_first_graph_holds_to_its_settings_after_another_recording() -> None:

@@ -9,7 +9,7 @@ _current: list[Any] = []
 notices: list[Callable[[], str]] = []  # that a cluster was lost, until a run here has said so
 
 
-def connected(own: Any = None) -> Any:
+def connected(own: object = None) -> Any:
     """The Cluster of one's ``own``, else the connected one, or None."""
     return own if own is not None else _current[-1] if _current else None
 
@@ -19,13 +19,13 @@ def everyone() -> tuple[Any, ...]:
     return tuple(_current)
 
 
-def connect(cluster: Any) -> None:
+def connect(cluster: object) -> None:
     """Make ``cluster`` the one that runs go to."""
     notices.clear()
     _current.append(cluster)
 
 
-def disconnect(cluster: Any) -> None:
+def disconnect(cluster: object) -> None:
     """Forget ``cluster``; harmless if not connected."""
     if cluster in _current:
         _current.remove(cluster)

@@ -489,7 +489,7 @@ class Cluster:
             for array, rows in zip(data.arrays, first, strict=True)
         ]
 
-    def in_chunks(self, data: Any, timeout: float | None) -> Any:
+    def in_chunks(self, data: object, timeout: float | None) -> Any:
         """Data for `ahead`: Dask collections are computed and kept on the workers; rows come here where this process
         drives steps.
         """
@@ -512,12 +512,18 @@ class Cluster:
         with self._with_newest():
             return self._variables.pull()
 
-    def show(self, tensors: Collection[int] | None, reader: str) -> bool:
+    @property
+    def is_outdated(self) -> bool:
+        """Whether servers have a newer value of some Variable than the storages here."""
+        return bool(self._variables.held.stale)
+
+    def show(self, tensors: Collection[int] | None, reader: str, patience: float | None = None) -> bool:
         """Refresh the local storages before these tensors (by id), or all, are read; returns whether with a warning.
 
-        reader: what reads them, for the warning.
+        reader: of the tensors, for the warning. patience: seconds after which the reader takes the values here.
 
-        With a server lost, and in the event loop, which cannot wait for itself, they show the last pulled values.
+        With a server lost the storages show the newest values that processes hold; in the event loop, which cannot wait
+        for itself, the last pulled ones.
         """
         engine, why = self._engine, ""
         if engine.is_closing or engine.is_closed:  # which brings the values home
@@ -526,13 +532,15 @@ class Cluster:
             why = "a follower of the cluster cannot wait for the servers"
         else:
             try:
-                self._variables.show(tensors)
+                self._variables.show(tensors, patience)
             except TfnbError as error:
-                if engine.lost is None:
+                if engine.lost is not None:
+                    self._newest(engine, error)
+                elif patience is None or not isinstance(error, DeadlineExceeded):
                     raise
                 why = error.message
         if why:
-            text = f"{reader} has the last pulled values, of step {self.pulled_step}: {why}"
+            text = f"{reader} has the values here, of step {self.pulled_step}: {why}"
             warnings.warn(text, stacklevel=user_level(None))
         return bool(why)
 

@@ -20,7 +20,7 @@ from tfnb.recording.writes.aliases import may_share
 class JoinedGradient:
     """One ``.grad``, as each branch leaves it, and the places of the outputs with its value and its presence."""
 
-    holder: Any
+    holder: object
     then: LeftGradient | None
     other: LeftGradient | None
     value: int | None
@@ -49,13 +49,13 @@ class JoinedGradients:
         self.labels: list[str] = []
         self.parts = [self._part(holder) for holder in changed_holders(recorder, regions)]
 
-    def _part(self, holder: Any) -> JoinedGradient:
+    def _part(self, holder: object) -> JoinedGradient:
         sides = then, other = [region.gradients.get(holder) for region in self.regions]
         value = self._column(holder, [None if side is None else side.value for side in sides])
         present = self._column(holder, [None if side is None else side.present_value for side in sides])
         return JoinedGradient(holder, then, other, value, present)
 
-    def _column(self, holder: Any, values: Sequence[Value | None]) -> int | None:
+    def _column(self, holder: object, values: Sequence[Value | None]) -> int | None:
         """The place of an output, absent in a branch without a value; None if both have none."""
         if all(value is None for value in values):
             return None
@@ -89,5 +89,5 @@ def _presence(side: LeftGradient | None, told: Tensor | None) -> Any:
     return True if side.present is None else told
 
 
-def _named(holder: Any) -> str:
+def _named(holder: object) -> str:
     return f"the .grad of {getattr(holder, 'name', 'a tensor')}"

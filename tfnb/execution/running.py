@@ -31,7 +31,7 @@ class Stop(BaseException):
     node: where it stood, if what runs it knows; waits: what it waited for, in words.
     """
 
-    node: Any = None
+    node: object = None
     waits: Sequence[str] = ()
 
 

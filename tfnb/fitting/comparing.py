@@ -129,12 +129,13 @@ def compare(
     """Train in several ways, each from the Variables of now, and compare a value at equal samples and at equal time.
 
     fetch, data: as of `fit`, but for data that can be read only once. modes: a name and options of `fit` for each way,
-    also ``fetch`` for another optimizer: ``{"sync": {}, "async": {"mode": "async"}, "Adam": {"fetch": adam}}``. watch:
-    the scalar to compare; of several, or of a dict of names, the result is a dict with a Comparison of each. seeds: so
-    many runs of each, with other orders of the data and other random numbers. options: of all, such as ``epochs=3`` or
-    ``feeds=(x, y)``. Afterwards the Variables are as before. p is how often chance alone makes as large a difference to
-    the first mode: a permutation test over seeds. Raises InvalidArgument for data that can be read only once, for
-    options that `fit` lacks, for ``seeds`` below 1, and for modes that watch no scalar or not the same ones.
+    also ``fetch`` for another optimizer: ``{"sync": {}, "async": {"mode": "async"}, "Adam": {"fetch": adam}}``; for a
+    step of another graph its ``watch`` and ``data``, too. watch: the scalar to compare; of several, or of a dict of
+    names, the result is a dict with a Comparison of each. seeds: so many runs of each, with other orders of the data
+    and other random numbers. options: of all, such as ``epochs=3`` or ``feeds=(x, y)``. Afterwards the Variables are as
+    before. p is how often chance alone makes as large a difference to the first mode: a permutation test over seeds.
+    Raises InvalidArgument for data that can be read only once, for options that `fit` lacks, for ``seeds`` below 1, and
+    for modes that watch no scalar or not the same ones.
 
     >>> import torch, tfnb
     >>> w = torch.nn.Parameter(torch.zeros(3))
@@ -160,13 +161,13 @@ def compare(
     for mode, how in asked.items():
         if unknown := sorted(map(str, how.keys() - set(OPTIONS))):
             raise InvalidArgument(f"mode {mode}: fit has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
-    session = default_session(graph_of(fetch))
-    watched = {mode: watched_by(how["watch"], how["fetch"], session)[0] for mode, how in asked.items()}
+    sessions = {mode: default_session(graph_of(how["fetch"])) for mode, how in asked.items()}
+    watched = {mode: watched_by(how["watch"], how["fetch"], sessions[mode])[0] for mode, how in asked.items()}
     names = next(iter(watched.values()))
     if not names or set(watched.values()) != {names}:
         raise InvalidArgument(f"compare follows at least one scalar, and in each mode the same ones; got {watched}")
     clocks: dict[str, list[_Clock]] = {mode: [] for mode in asked}
-    with _kept(session) as begin:
+    with _kept([*dict.fromkeys(sessions.values())]) as begin:
         for how in asked.values():
             begin(0)
             fit(**{**how, "epochs": 1, "steps": WARM})
@@ -197,18 +198,20 @@ class _Clock:
 
 
 @contextmanager
-def _kept(session: Session) -> Iterator[Any]:
+def _kept(sessions: Sequence[Session]) -> Iterator[Any]:
     """Yields a function that restores the initial state for a seed; restores everything at the end."""
-    variables = session.graph.contents.variables
-    positions, seed = session.state.positions, session.graph.seed
-    before = {label: variable.value() for label, variable in variables.items()}
+    variables = {id(one): one for session in sessions for one in session.graph.contents.variables.values()}.values()
+    states = [(session, session.state.positions, session.graph.seed) for session in sessions]
+    before = [variable.value() for variable in variables]
 
     def begin(number: int) -> None:
-        with nullcontext() if session.cluster is not None else LOCKS.write(*variables.values()):
-            for label, value in before.items():
-                variables[label].set(value.clone())
-        session.state.go_to(positions)
-        session.graph.seed = seed + number
+        is_there = any(session.cluster is not None for session in sessions)
+        with nullcontext() if is_there else LOCKS.write(*variables):
+            for variable, value in zip(variables, before, strict=True):
+                variable.set(value.clone())
+        for session, positions, seed in states:
+            session.state.go_to(positions)
+            session.graph.seed = seed + number
         torch.manual_seed(number)  # a DataLoader shuffles by it: each mode has the same order
 
     with torch.random.fork_rng():

@@ -258,7 +258,7 @@ class Minimization:
 
     # -- commands -----------------------------------------------------------------------------------------------
 
-    def _run(self, command: str, **numbers: Any) -> None:
+    def _run(self, command: str, **numbers: object) -> None:
         """Let all servers carry out a command."""
         feeds = {self.vectors.numbers[name]: number for name, number in numbers.items()}
         self.session.run(getattr(self.vectors, command), feeds)

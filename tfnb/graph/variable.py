@@ -500,7 +500,7 @@ class Variable:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        def read(x: Any) -> Any:
+        def read(x: object) -> Any:
             return x.read() if isinstance(x, Variable) else x
 
         args, kwargs = torch.utils._pytree.tree_map(read, (args, kwargs or {}))

@@ -89,7 +89,7 @@ def kernel_work(node: Node, contents: Contents, sizes: Mapping[str, int]) -> Ker
         value = node.inputs[ref.input]
         return contents.by_id[value.node].outputs[value.index]
 
-    def plain(leaf: Any) -> Any:
+    def plain(leaf: object) -> Any:
         if isinstance(leaf, Dim):
             return leaf.evaluate({symbol: sizes.get(symbol, 1) for symbol in leaf.symbols})
         return _meta(spec(leaf), sizes) if isinstance(leaf, Ref) else leaf

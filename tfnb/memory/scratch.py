@@ -54,7 +54,7 @@ def scratch(node: Node, contents: Contents, sizes: Mapping[str, int]) -> int:
         return 0
     symbols = {symbol: sizes.get(symbol, 1) for symbol in (s for out in node.outputs for s in out.symbols)}
 
-    def plain(leaf: Any) -> Any:
+    def plain(leaf: object) -> Any:
         if isinstance(leaf, Ref):
             value = node.inputs[leaf.input]
             return _KernelOperand(contents.by_id[value.node].outputs[value.index], sizes, LAID_OUT in node.tags)

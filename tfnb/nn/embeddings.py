@@ -103,7 +103,7 @@ class ShardedTable(NamedTuple):
 
 
 def embedding_lookup(
-    params: Any, ids: torch.Tensor, *, partition: str = "mod", max_norm: float | None = None
+    params: object, ids: torch.Tensor, *, partition: str = "mod", max_norm: float | None = None
 ) -> torch.Tensor:
     """The rows of a table for ``ids`` of any shape: ``[*ids.shape, *row shape]``, as ``F.embedding`` gives them.
 
@@ -147,7 +147,7 @@ def _clipped(rows: torch.Tensor, norm: float) -> torch.Tensor:
     return clip_by_norm(rows, norm, list(range(1, rows.dim()))) if rows.dim() > 1 else rows.clamp(-norm, norm)
 
 
-def beside(shard: Any) -> AbstractContextManager[Any]:
+def beside(shard: object) -> AbstractContextManager[Any]:
     """Nodes recorded inside ask for the task that a shard was made or read for. A server computes updates only."""
     asked = shard.request if isinstance(shard, Variable) else shard.node.device if isinstance(shard, Tensor) else None
     if asked is None or current.recording() is None or parse(asked).job == "ps":

@@ -6,8 +6,6 @@ of a class's expected count is subtracted from its logit. For training: evaluate
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -17,8 +15,8 @@ from tfnb.nn.samplers import SampledClasses, log_uniform_sampler
 
 
 def sampled_softmax_loss(
-    weights: Any, biases: Any, labels: torch.Tensor, inputs: torch.Tensor, num_sampled: int, num_classes: int,
-    num_true: int = 1, sampled_values: Any = None, remove_accidental_hits: bool = True, *, partition: str = "mod",
+    weights: object, biases: object, labels: torch.Tensor, inputs: torch.Tensor, num_sampled: int, num_classes: int,
+    num_true: int = 1, sampled_values: object = None, remove_accidental_hits: bool = True, *, partition: str = "mod",
 ) -> torch.Tensor:  # fmt: skip
     """The softmax cross entropy of each row over its true classes and ``num_sampled`` others: [batch].
 
@@ -48,8 +46,8 @@ def sampled_softmax_loss(
 
 
 def nce_loss(
-    weights: Any, biases: Any, labels: torch.Tensor, inputs: torch.Tensor, num_sampled: int, num_classes: int,
-    num_true: int = 1, sampled_values: Any = None, remove_accidental_hits: bool = False, *, partition: str = "mod",
+    weights: object, biases: object, labels: torch.Tensor, inputs: torch.Tensor, num_sampled: int, num_classes: int,
+    num_true: int = 1, sampled_values: object = None, remove_accidental_hits: bool = False, *, partition: str = "mod",
 ) -> torch.Tensor:  # fmt: skip
     """The noise-contrastive loss of each row, the sum of logistic losses of its true and sampled classes: [batch].
 
@@ -68,8 +66,8 @@ def nce_loss(
 
 
 def _logits(
-    weights: Any, biases: Any, labels: torch.Tensor, inputs: torch.Tensor, num_sampled: int, num_classes: int,
-    num_true: int, sampled_values: Any, removes: bool, partition: str,
+    weights: object, biases: object, labels: torch.Tensor, inputs: torch.Tensor, num_sampled: int, num_classes: int,
+    num_true: int, sampled_values: object, removes: bool, partition: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Logits of the true classes [batch, num_true] and of the sampled ones [batch, S], less the log expected counts."""
     tables = ShardedTable.of(weights, partition, "weights"), ShardedTable.of(biases, partition, "biases")
@@ -120,7 +118,7 @@ def _ensured(
     return classes
 
 
-def _drawn(given: Any, classes: torch.Tensor, num_true: int, num_sampled: int, num_classes: int) -> SampledClasses:
+def _drawn(given: object, classes: torch.Tensor, num_true: int, num_sampled: int, num_classes: int) -> SampledClasses:
     """The sampled classes: the given ones, or new ones."""
     if given is None:
         return log_uniform_sampler(classes, num_true, num_sampled, True, num_classes)

@@ -7,8 +7,6 @@ numbers cost 8 * D + 24 bytes a row and shard: inputs and their gradient, a labe
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -17,7 +15,7 @@ from tfnb.nn.embeddings import ShardedTable, beside, ensure_ids
 
 
 def sharded_softmax_loss(
-    weights: Any, biases: Any, labels: torch.Tensor, inputs: torch.Tensor, *, partition: str = "mod"
+    weights: object, biases: object, labels: torch.Tensor, inputs: torch.Tensor, *, partition: str = "mod"
 ) -> torch.Tensor:
     """The softmax cross entropy of each row over all classes: [batch], as ``F.cross_entropy`` without a reduction.
 

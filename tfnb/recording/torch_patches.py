@@ -75,7 +75,7 @@ class Patch(NamedTuple):
                 raise AttributeError(f"{name} of {owners} is not there to be patched")
             yield from ((owner, name) for owner in having)
 
-    def replacement(self, owner: Any, name: str) -> Any:
+    def replacement(self, owner: object, name: str) -> Any:
         """What stands in place of an attribute; a function tells which one it replaces."""
         original = getattr(owner, name)
         new = self.make(original)
@@ -123,7 +123,7 @@ def _is_copy(rec: Recording, data: Tensor) -> bool:
 
 
 def _call_module(original: Original) -> Any:
-    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: torch.nn.Module, *args: object, **kwargs: object) -> Any:
         __tracebackhide__ = True
         rec = open_recording()
         rows = () if rec is None or "forward" in self.__dict__ else module_rows(type(self))
@@ -154,14 +154,16 @@ def _validate_sample(original: Original) -> Any:
     return validate
 
 
-def _fits(rec: Recording, one: Any, other: Any) -> bool:
+def _fits(rec: Recording, one: object, other: object) -> bool:
     """Whether an axis of a value stands for one of a distribution's batch, in every run."""
     return any(isinstance(size, int) and size == 1 for size in (one, other)) or same_size(rec, one, other)
 
 
 def _reparametrize(original: Original) -> Any:
     @contextmanager
-    def reparametrize(module: torch.nn.Module, tensors: dict[str, Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+    def reparametrize(
+        module: torch.nn.Module, tensors: dict[str, Any], *args: object, **kwargs: object
+    ) -> Iterator[Any]:
         rec = open_recording()
         lending = nullcontext() if rec is None else rec.scopes.lending(tensors.values())
         with lending, original(module, tensors, *args, **kwargs) as orig:
@@ -233,7 +235,7 @@ def _asking(frame: FrameType) -> FrameType:
 
 
 def _unrecorded(original: Original) -> Any:
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Any:
         with _disable_current_modes() if open_recording() is not None else nullcontext():
             return original(*args)
 
@@ -248,7 +250,7 @@ def _refused(why: str, but: Callable[[Any], bool] = lambda first: False) -> Call
     def make(original: Original) -> Any:
         is_method = "." in original.__qualname__
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             rec = open_recording()
             if rec is not None and not (args and but(args[0])):
                 called = type(args[0]).__qualname__ if is_method else original.__module__
@@ -271,7 +273,7 @@ def _delete(original: Original) -> Any:
     return delete
 
 
-def _is_earlier(rec: Recording, tensor: Any) -> bool:
+def _is_earlier(rec: Recording, tensor: object) -> bool:
     """Whether a tensor was there before the recording."""
     return isinstance(tensor, torch.Tensor) and not isinstance(tensor, Tensor) and tensor not in rec.born
 
@@ -314,7 +316,7 @@ def _set_mode(original: Original) -> Any:
 
 
 def _register(original: Original) -> Any:
-    def make(self: RemovableHandle, hooks_dict: Any, *, extra_dict: Any = None) -> None:
+    def make(self: RemovableHandle, hooks_dict: object, *, extra_dict: object = None) -> None:
         original(self, hooks_dict, extra_dict=extra_dict)
         _keep_hooks(self)  # the caller adds the hook when it has its handle
 

@@ -42,7 +42,7 @@ class _Row:
     name: str
     spec: Spec
     count: int  # how many values it stands for
-    source: Any
+    source: object
     dtype: torch.dtype | None
     fixed: tuple[str, ...]
     value: Value

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -35,11 +34,13 @@ from tfnb.train.inner_steps import InnerSteps, Kept, standing
 from tfnb.train.optimizer import Optimizer, Pair, Rate
 from tfnb.train.recorded_numbers import NumberMode
 from tfnb.train.rehearsal import (
+    HOOKS,
     INSTEAD,
     Beginning,
     Rehearsal,
     Setting,
     apart,
+    constant,
     inner_of,
     is_plain,
     is_value,
@@ -209,11 +210,11 @@ class FromClass(FromTorch):
         if isinstance(entry, torch.Tensor) and entry.dtype == first.dtype:
             return entry
         if current.recording() is not None:
-            return first.clone() if entry is None else torch.as_tensor(entry).to(first)
+            return first.clone() if entry is None else torch.as_tensor(entry, dtype=first.dtype, device=first.device)
         if entry is None:
             self._begin_again(parameter, name)
         else:
-            self.optimizer.state[parameter][name] = torch.as_tensor(entry).to(first)
+            self.optimizer.state[parameter][name] = torch.as_tensor(entry, dtype=first.dtype, device=first.device)
         return self.optimizer.state[parameter][name]
 
     def _begin_again(self, parameter: torch.Tensor, name: str) -> None:
@@ -395,16 +396,14 @@ class FromClass(FromTorch):
         return as_number(self._reads[-1].clone())
 
     def _settings(self, number: int) -> dict[str, Any]:
-        """The settings of a group and the plain attributes of the optimizer, as constants of a recorded step."""
+        """The settings of a group and the attributes of the optimizer, as constants of a recorded step."""
         mine, group = (
             {n: x for n, x in owner.items() if n not in _NO_SETTINGS and (where, n) not in self._changing}
             for where, owner in ((None, vars(self.optimizer)), (number, self.optimizer.param_groups[number]))
         )
         mine = {f"self.{name}": value for name, value in mine.items()}
-        both = {
-            n: x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for n, x in {**mine, **group}.items()
-        }
-        return {name: deepcopy(value) for name, value in both.items() if is_plain(value)}
+        with _disable_current_modes():
+            return {name: constant(value) for name, value in {**mine, **group}.items()}
 
     def _lr(self, number: int) -> torch.Tensor:
         if current.recording() is None:
@@ -416,10 +415,11 @@ class FromClass(FromTorch):
         """Raise FailedPrecondition in a run whose group has other settings than were recorded."""
         if current.recording() is None and (now := self._settings(number)) != before:
             name = next(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+            is_told = is_plain(before.get(name)) and is_plain(now.get(name))
+            change = f"was {before.get(name)}, and is {now.get(name)} now" if is_told else "is another one now"
             raise FailedPrecondition(
-                f"{self._label}: {name} was {before.get(name)}, and is {now.get(name)} now (group {number}): the "
-                "recorded step of a class of your own reads its learning rate at each run, and has the other settings "
-                "of its recording. Record the step again"
+                f"{self._label}: {name} {change} (group {number}): a recorded step of a class of your own reads its "
+                "learning rate at each run, and has the other settings of its recording. Record the step again"
             )
 
     def __repr__(self) -> str:
@@ -427,8 +427,8 @@ class FromClass(FromTorch):
 
 
 _NO_SETTINGS = {
-    "params", "lr", "initial_lr", "defaults", "param_groups", "state", "_opt_called", "_step_count",
-    "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured",
+    "params", "lr", "initial_lr", "defaults", "param_groups", "state", "step", "_opt_called", "_step_count",
+    "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", *HOOKS,
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ class NumberMode(TorchFunctionMode):
     ) -> Any:
         kwargs, args = dict(kwargs or {}), list(args)
         name = getattr(func, "__name__", "")
+        if args and is_number(args[0]):  # `+=` gives a name another number, and leaves the number of other names
+            func = _AUGMENTED.get(name, func)
         if name.startswith("_foreach_") and any(map(_has_number, (*args, *kwargs.values()))):
             return self._each(name.removeprefix("_foreach_"), args, kwargs)
         if name in _FILLED and any(map(is_number, args)):  # torch takes a plain number only
@@ -78,6 +81,10 @@ def _nth(item: Any, index: int) -> Any:
     return item[index] if isinstance(item, (list, tuple)) else item
 
 
+_AUGMENTED = {
+    "add_": operator.add, "sub_": operator.sub, "mul_": operator.mul, "div_": operator.truediv,
+    "floor_divide_": operator.floordiv, "remainder_": operator.mod, "pow_": operator.pow,
+}  # fmt: skip
 _NARROW = {torch.float16, torch.bfloat16}
 _FILLED: Mapping[str, Callable[..., torch.Tensor]] = {
     "full_like": torch.ones_like, "new_full": torch.Tensor.new_ones, "full": torch.ones,

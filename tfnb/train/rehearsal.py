@@ -9,9 +9,12 @@ user's is written.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +23,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tfnb.errors import Unsupported
 from tfnb.graph import current
 from tfnb.graph.setting import setting
+from tfnb.recording.marks.user_code import is_of_program
 
 Entries = dict[str, Any]  # the state of one Parameter
 Setting = tuple[int | None, str]  # a value of a param group, by its number, or of the optimizer's attributes: its name
 _STEPS = 4
-_HOOKS = {
+HOOKS = {
     f"_optimizer_{at}_{when}_hooks" for at in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
 }
 _NO_SETTINGS = {"params", "param_groups", "state"}
-_PLAIN = (bool, int, float, complex, str, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+_FEW = 4096  # numbers of a tensor that are compared
+_EMPTY = CellType()
+_APART = (torch.optim.Optimizer, torch.nn.Module, torch.nn.Parameter)  # their numbers change, or are read, in a run
 INSTEAD = "write its rule as a tfnb.train.Optimizer, or step it between runs"
 
 
@@ -47,7 +54,7 @@ class FirstValues(Entries):
         self.first: dict[str, FirstValue] = {}
         self.update(entries)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         if name not in self and isinstance(value, torch.Tensor):
             self.first[name] = FirstValue(value.detach().clone(), None)
         elif name not in self and isinstance(value, (bool, int, float)):
@@ -55,12 +62,12 @@ class FirstValues(Entries):
             self.first[name] = FirstValue(torch.tensor(value, dtype=dtype), value)
         super().__setitem__(name, value)
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
+    def setdefault(self, name: str, default: object = None) -> Any:
         if name not in self:
             self[name] = default
         return self[name]
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, *args: object, **kwargs: object) -> None:
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
@@ -74,12 +81,12 @@ class PlainCopy:
             torch.nn.Parameter(value.detach().clone(), requires_grad=p.requires_grad)
             for p, value in zip(places, values, strict=True)
         ]
-        self.optimizer: Any = object.__new__(type(optimizer))
+        self.optimizer: object = object.__new__(type(optimizer))
         memo: dict[int, Any] = {id(p): mine for p, mine in zip(places, self.parameters, strict=True)}
         memo |= {id(optimizer): self.optimizer, id(twin): twin}
         for name, value in vars(optimizer).items():
             if name != "state":
-                self.optimizer.__dict__[name] = value if name in _HOOKS else _copied(optimizer, name, value, memo)
+                self.optimizer.__dict__[name] = value if name in HOOKS else _copied(optimizer, name, value, memo)
         self.groups: list[dict[str, Any]] = self.optimizer.__dict__.pop("param_groups")
         self.inner = inner_of(self.optimizer)
         self.state: list[Entries] = [{} for _ in places]
@@ -313,7 +320,7 @@ def is_value(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, bool, int, float)) and not isinstance(value, torch.nn.Parameter)
 
 
-def _copied(optimizer: torch.optim.Optimizer, name: str, value: Any, memo: dict[int, Any]) -> Any:
+def _copied(optimizer: torch.optim.Optimizer, name: str, value: object, memo: dict[int, Any]) -> Any:
     try:
         return deepcopy(value, memo)
     except Exception as error:
@@ -339,7 +346,7 @@ def _differing(first: Mapping[str, FirstValue], again: Mapping[str, FirstValue])
     return [*(first.keys() ^ again.keys()), *(n for n in both if not torch.equal(first[n].tensor, again[n].tensor))]
 
 
-def _near(a: Any, b: Any) -> bool:
+def _near(a: object, b: object) -> bool:
     """True for two tensors or numbers equal but for rounding of the last digits; of 16 bits there are few."""
     a, b = (torch.as_tensor(x, dtype=None if isinstance(x, torch.Tensor) else torch.float64) for x in (a, b))
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -350,17 +357,21 @@ def _near(a: Any, b: Any) -> bool:
     return torch.allclose(a, b, rtol=last, atol=0.0, equal_nan=True)
 
 
-def _same(a: Any, b: Any) -> bool:
-    """True if a step left the tensors, numbers and strings of an attribute as they were, also in containers."""
-    if isinstance(a, torch.nn.Parameter):
+def _same(a: Any, b: Any, deep: int = 4) -> bool:
+    """True if a step left the tensors, numbers and strings of an attribute as they were, also in containers and plain
+    objects.
+    """
+    if isinstance(a, torch.nn.Parameter) or not deep:
         return True
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and _near(a, b)
     if isinstance(a, torch.optim.Optimizer):
         return isinstance(b, torch.optim.Optimizer) and _same(_settings_of(a), _settings_of(b))
-    if isinstance(a, (dict, list, tuple, set)):
+    if isinstance(a, SimpleNamespace) or is_of_program(type(a)):
+        a, b = (getattr(x, "__dict__", {}) for x in (a, b))
+    if isinstance(a, (dict, list, tuple, set, deque)):
         a, b = (x.values() if isinstance(x, dict) else x for x in (a, b))
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(partial(_same, deep=deep - 1), a, b))
     return not isinstance(a, _PLAIN) or (type(a) is type(b) and (a == b or a != a))
 
 
@@ -376,5 +387,38 @@ def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _shares(value: Any, grad: torch.Tensor) -> bool:
+def constant(value: object, deep: int = 4) -> object:
+    """The form of a setting or attribute whose equality tells whether a graph may keep it as a constant.
+
+    Tensors by value (large ones by identity and version), containers and objects of the user's classes by their items,
+    functions by code, defaults and closure, all else by identity.
+    """
+    if is_plain(value):
+        return deepcopy(value)
+    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        few = value.numel() <= _FEW and value.layout is torch.strided and value.device.type != "meta"
+        numbers = str(value.tolist()) if few else (id(value), value._version)
+        return value.item() if value.numel() == 1 else (torch.Tensor, numbers)
+    if not deep:
+        return type(value)
+    form = partial(constant, deep=deep - 1)
+    if isinstance(value, (set, frozenset)):
+        return type(value), sorted(map(repr, map(form, value)))
+    if isinstance(value, Mapping):
+        return type(value), [*map(form, value)], [*map(form, value.values())]
+    if isinstance(value, (deque, list, tuple)):
+        return type(value), [*map(form, value)]
+    if isinstance(value, partial):
+        return form((value.func, value.args, value.keywords))
+    if isinstance(value, MethodType):
+        return form(value.__func__)
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
+        return value.__code__, form(value.__defaults__), form(cells)
+    if isinstance(value, SimpleNamespace) or (is_of_program(type(value)) and not isinstance(value, _APART)):
+        return type(value), constant(dict(getattr(value, "__dict__", {})), deep)
+    return id(value), type(value)
+
+
+def _shares(value: object, grad: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()

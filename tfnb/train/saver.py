@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 from threading import Thread
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from tfnb.errors import Aborted, FailedPrecondition, InvalidArgument, InvalidType
 from tfnb.recording.marks.notes import user_level
@@ -152,7 +152,7 @@ class Saver:
 
     # -- for fit ----------------------------------------------------------------------------------------------------
 
-    def opens(self, session: Any, begin: int) -> None:
+    def opens(self, session: object, begin: int) -> None:
         """Begin a training of a session after ``begin`` steps: the folder's checkpoints belong to it."""
         self._session = session
         self.failures, self._begun, self.written = 0, -1, None

@@ -26,7 +26,7 @@ _TONES = {
 _CELL = 'style="text-align:right;padding:1px 14px 1px 0"'
 
 
-def plan_html(plan: Any) -> str:
+def plan_html(plan: object) -> str:
     """The answer of a plan, its bars, and what other budgets would do."""
     return lanes_html(plan) + budgets_html(plan)
 

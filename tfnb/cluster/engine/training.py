@@ -311,7 +311,7 @@ class Training:
         """Whether tasks hold the Variables while they train."""
         return isinstance(self.machine, r.Ranks)
 
-    def _work(self, instruction: Any) -> Coroutine[Any, Any, None]:
+    def _work(self, instruction: object) -> Coroutine[Any, Any, None]:
         """The coroutine that carries out an instruction in the background."""
         match instruction:
             case a.Give(task, piece):
@@ -355,7 +355,7 @@ class Training:
             self._is_changing = True
             self.feed(e.DataEnd())
 
-    def _to_all(self, method: str, **more: Any) -> list[Ask]:
+    def _to_all(self, method: str, **more: object) -> list[Ask]:
         """One call to every server of the training."""
         return [Ask(shard, method, {"training": self._name, **more}) for shard in self.placed.writes]
 

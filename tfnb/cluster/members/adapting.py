@@ -6,8 +6,6 @@ Where it has only an address, the scheduler's registry knows whether somebody as
 
 from __future__ import annotations
 
-from typing import Any
-
 from distributed import Client
 from distributed.deploy.adaptive_core import AdaptiveCore
 
@@ -16,7 +14,7 @@ class Adapting:
     """The adaptive scaling of a client's cluster, if the notebook has the cluster object."""
 
     def __init__(self, client: Client) -> None:
-        self._cluster: Any = client.cluster
+        self._cluster: object = client.cluster
         self._held: AdaptiveCore | None = None
         self._was = self._to = 0
 

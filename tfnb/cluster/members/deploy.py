@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager
@@ -61,6 +62,7 @@ from tfnb.errors import (
     VersionMismatch,
     ensure_type,
 )  # fmt: skip
+from tfnb.recording.marks.notes import user_level
 from tfnb.recording.marks.while_recording import SharedContext, swapped
 
 T = TypeVar("T")
@@ -85,7 +87,7 @@ _ENCRYPTED = ("tls", "wss", "inproc", "unix")
 
 
 def find(
-    cluster: Any, wanted: Requirements, security: Security | None, insecure: bool, timeout: float,
+    cluster: object, wanted: Requirements, security: Security | None, insecure: bool, timeout: float,
     started: LocalWorkers = AS_EVER,
 ) -> DaskCluster:  # fmt: skip
     """Connect to the user's cluster, or start one; raises Unavailable, InsecureAddress, InvalidArgument or
@@ -103,7 +105,8 @@ def find(
 
 
 def _found(
-    cluster: Any, wanted: Requirements, security: Security | None, insecure: bool, timeout: float, started: LocalWorkers
+    cluster: object, wanted: Requirements, security: Security | None, insecure: bool, timeout: float,
+    started: LocalWorkers,
 ) -> DaskCluster:  # fmt: skip
     match cluster:
         case bool() | float() | bytes():
@@ -178,7 +181,7 @@ def _check_secure(address: str, insecure: bool) -> None:
         )
 
 
-def _dialled(target: Any, name: str, security: Any, timeout: float, **kwargs: Any) -> DaskCluster:
+def _dialled(target: object, name: str, security: object, timeout: float, **kwargs: object) -> DaskCluster:
     """A client of our own."""
 
     def make() -> Client:
@@ -213,9 +216,16 @@ def _last(error: BaseException) -> str:
 
 
 def _closed(ours: Client | LocalCluster) -> None:
-    """Close a client or cluster opened here, silencing Dask's traceback of a search for a vanished scheduler."""
-    with silence_logging_cmgr(logging.CRITICAL):
-        ours.close()
+    """Close a client or cluster opened here, silencing Dask's traceback of a search for a vanished scheduler.
+
+    Warns of processes that do not end within Dask's deadline: the values are home by then.
+    """
+    try:
+        with silence_logging_cmgr(logging.CRITICAL):
+            ours.close()
+    except TimeoutError:
+        text = "a process of the cluster did not end within Dask's deadline, and ends with this one"
+        warnings.warn(text, stacklevel=user_level(None))
 
 
 def _hushed(client: Client) -> None:
@@ -332,7 +342,7 @@ class _Local(LocalCluster):
     That may be a busy machine's first successor, or the next one, of a worker that was lost again meanwhile.
     """
 
-    def _update_worker_status(self, op: str, msg: Any) -> None:
+    def _update_worker_status(self, op: str, msg: object) -> None:
         with dask.config.set(SETTINGS):
             super()._update_worker_status(op, msg)
 

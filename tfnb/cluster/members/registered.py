@@ -105,7 +105,7 @@ class Registration:
     def _read(self, entry: dict[str, Any]) -> None:
         self.epoch, self.revision = int(entry["epoch"]), int(entry["revision"])
 
-    async def _ask(self, method: str, **arguments: Any) -> Any:
+    async def _ask(self, method: str, **arguments: object) -> Any:
         async with asyncio.timeout(PATIENCE):
             answer = await scheduler_of(self._client).tfnb_registry(method=method, cluster=self.cluster, **arguments)
         self.others, self._is_scaled = int(answer["clusters"]) - 1, bool(answer["is_scaled"])

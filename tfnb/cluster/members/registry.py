@@ -100,11 +100,11 @@ class Registry(SchedulerPlugin):
         self._target = scheduler.handlers["adaptive_target"]
         scheduler.handlers |= {"tfnb_registry": self.answer, "adaptive_target": self._adaptive_target}
 
-    def _adaptive_target(self, **options: Any) -> Any:
+    def _adaptive_target(self, **options: object) -> Any:
         self.scaled = time.monotonic()
         return self._target(**options)
 
-    async def answer(self, method: str, **arguments: Any) -> Any:
+    async def answer(self, method: str, **arguments: object) -> Any:
         """Answer a client's request; adds the number of clusters, and whether their workers are scaled adaptively."""
         if method not in ("open", "read", "write", "close"):
             raise ValueError(f"the registry has no method {method[:40]!r}")
@@ -112,15 +112,15 @@ class Registry(SchedulerPlugin):
         is_scaled = time.monotonic() - self.scaled < LATELY
         return {"entry": found, "clusters": len(self.table.clusters), "is_scaled": is_scaled}
 
-    def add_worker(self, scheduler: Any, worker: str) -> None:
+    def add_worker(self, scheduler: object, worker: str) -> None:
         """Called by Dask."""
         self._tell(worker)
 
-    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+    def remove_worker(self, scheduler: object, worker: str, **_: object) -> None:
         """Called by Dask."""
         self._tell(worker)
 
-    def remove_client(self, scheduler: Any, client: str) -> None:
+    def remove_client(self, scheduler: object, client: str) -> None:
         """Called by Dask."""
         self.table.leave(client)
 

@@ -57,7 +57,7 @@ class TaskAnswer(NamedTuple):
 
     number: int
     task: int
-    values: Any
+    values: object
 
 
 class Error(NamedTuple):
@@ -216,7 +216,7 @@ class StepMachine:
         self.values = {}
         return [Run(self.number, t, w, *r) for w, (t, r) in enumerate(self.ranges.items())]
 
-    def _done(self, task: int, values: Any) -> list[Instruction]:
+    def _done(self, task: int, values: object) -> list[Instruction]:
         self.values[task] = values
         if len(self.values) < len(self.ranges):
             return []

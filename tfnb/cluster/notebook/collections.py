@@ -62,7 +62,7 @@ def head(client: Client, array: torch.Tensor | ChunkedArray, rows: int) -> torch
     return torch.cat(client.gather(asked)).to(array.dtype)
 
 
-def _kept(client: Client, key: object, collection: Any) -> list[Future]:
+def _kept(client: Client, key: object, collection: object) -> list[Future]:
     """The chunks along axis 0, in order, as futures; the workers begin to compute them."""
     array = without_frames(collection)
     others = range(1, array.ndim) if hasattr(type(array), "rechunk") else ()  # a Delayed has any attribute

@@ -2,7 +2,8 @@
 
 The hook of ``state_dict()`` stands in the objects themselves, which are pickled and copied with it: it is a function,
 and finds clusters when it is called. A copy has the hook, but does not stand in `_holders`, and nothing is done for it.
-Calls of modules have one hook for all, as a recording reads the hooks of each module.
+Calls of modules have one hook for all, as a recording reads the hooks of each module. Compiled and traced functions
+that call a module have the values of the last pull.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tfnb.cluster import connected
@@ -30,18 +32,21 @@ from tfnb.recording.marks.notes import user_level
 Holder = nn.Module | Optimizer
 
 _FIRED_AGAIN = r"Using `torch\.compile\(module\)` when there are global hooks"  # what torch says of its wrapper
+PATIENCE = 4.0  # seconds that a recording waits for the servers: its samples are to look at
 _holders = WeakIdKeyDictionary()  # module or optimizer -> how many clusters hold Variables of it
 
 
-def pull_first(holder: Holder, *_: Any) -> None:
+def pull_first(holder: Holder, *_: object) -> None:
     """The hook of ``state_dict()``: storages show one step of the servers before they are read."""
     if holder in _holders and recording() is None and not _is_inner(holder):
         _pull(holder, "state_dict()")
 
 
-def _pull_before_call(module: nn.Module, _: Any) -> None:
+def _pull_before_call(module: nn.Module, _: object) -> None:
     """The hook of calls of modules; all that a call reads is of one step."""
     if torch.compiler.is_compiling() or module not in _holders or recording() is not None:
+        return
+    if not connected.notices and not any(cluster.is_outdated for cluster in connected.everyone()):
         return
     if not any(outer in _holders for outer in _callers()):
         _pull(module, f"this call of {type(module).__name__}")
@@ -51,7 +56,7 @@ def _pull_before_call(module: nn.Module, _: Any) -> None:
 def _pull_before_recording(recorder: Any) -> Iterator[None]:
     """What each recording opens with: samples are computed with the values of now."""
     if not recorder.lazy:
-        _pull(None, "this recording")
+        _pull(None, "this recording", PATIENCE)
     yield
 
 
@@ -67,12 +72,26 @@ if hasattr(os, "register_at_fork"):
 
 
 @current.unrecorded
-def _pull(holder: Holder | None, reader: str) -> None:
-    """Pull what one object reads, or all, where it is newer on servers."""
+def _pull(holder: Holder | None, reader: str, patience: float | None = None) -> None:
+    """Pull the values of one object, or all, that are newer on servers."""
     tensors = None if holder is None else set(map(id, tensors_of(holder)))
-    told = [cluster.show(tensors, reader) for cluster in connected.everyone()]
-    for notice in connected.notices if not any(told) else ():
-        warnings.warn(f"{reader} has the values here: {notice()}", stacklevel=user_level(None))
+    with _untraced():
+        told = [cluster.show(tensors, reader, patience) for cluster in connected.everyone()]
+        for notice in connected.notices if not any(told) else ():
+            warnings.warn(f"{reader} has the values here: {notice()}", stacklevel=user_level(None))
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """Inside, nothing is seen by the modes and tracers of torch that are active."""
+    tracing: Any = torch._C
+    state = tracing._get_tracing_state()
+    tracing._set_tracing_state(None)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        tracing._set_tracing_state(state)
 
 
 def _callers() -> Iterator[nn.Module]:

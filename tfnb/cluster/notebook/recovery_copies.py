@@ -146,6 +146,10 @@ class RecoveryCopies:
         if time.monotonic() > self._due and not self._is_copying:
             self._engine.link.start_aside(self._copy, every)
 
+    def hurry(self) -> None:
+        """The next `refresh` begins a copy at once."""
+        self._due = 0.0
+
     async def _copy(self, every: float) -> None:
         if self._is_copying:  # another training began it
             return

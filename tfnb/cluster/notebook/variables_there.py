@@ -68,6 +68,7 @@ class VariablesThere:
         self.unseen: list[int] = []  # steps of `run`, by the cluster's count, that the storages here may not show
         self.training: list[frozenset[Variable]] = []  # what each training in progress writes
         self._due = time.monotonic() + REFRESH  # when they are to be pulled again
+        self._stepped: set[str] = set()  # keys of Variables that steps have written
         self._unseen: set[str] = set()  # folders of which was said that servers do not see them
         self._moves = itertools.count(1)
         self._stage_of: weakref.WeakKeyDictionary[Variable, tuple[int, weakref.ref[Graph]]] = (
@@ -76,7 +77,9 @@ class VariablesThere:
 
     def outdated(self, step: StepGraph) -> None:
         """A step writes its Variables there: the storages here are old."""
-        self.held.stale.update(variable.key for variable in step.writes)
+        written = {variable.key for variable in step.writes}
+        self.held.stale |= written
+        self._stepped |= written
 
     def homes_of(self, step: StepGraph) -> dict[str, tuple[Piece, ...]]:
         """The homes of a step's Variables: present ones, and new ones for Variables not on servers yet."""
@@ -227,9 +230,12 @@ class VariablesThere:
         self.send(v for v in written if v not in behind)
         return behind
 
-    def pull(self, kept: Sequence[Variable] = ()) -> int:
-        """Copy the servers' values into local storages, except ``kept`` ones; returns the step of the values."""
-        return self.do("pull", None, self.bring_home, kept)
+    def pull(self, kept: Sequence[Variable] = (), patience: float | None = None) -> int:
+        """Copy the servers' values into local storages, except ``kept`` ones; returns the step of the values.
+
+        Raises DeadlineExceeded after ``patience`` seconds.
+        """
+        return self.do("pull", patience, self.bring_home, kept)
 
     async def bring_home(self, kept: Sequence[Variable] = ()) -> int:
         """Fetch all values, then assign them at once: local storages, except ``kept`` ones, are of one step."""
@@ -309,7 +315,7 @@ class VariablesThere:
             self._unseen.add(folder)
             self.engine.notes.append(text)
 
-    def show(self, tensors: Collection[int] | None) -> None:
+    def show(self, tensors: Collection[int] | None, patience: float | None = None) -> None:
         """Pull, if servers have a newer value of one of these tensors (by id), or of any. Local writes stay."""
         newer = [variable for variable in self.held.variables if variable.key in self.held.stale]
         if tensors is None:
@@ -317,19 +323,21 @@ class VariablesThere:
         else:
             is_asked = any(variable.held is not None and id(variable.held.tensor()) in tensors for variable in newer)
         if is_asked:
-            self.pull(self.held.written(self.held.variables, thorough=True))
+            self.pull(self.held.written(self.held.variables, thorough=True), patience)
 
     def assigned(self, variable: Variable, value: torch.Tensor) -> None:
-        """Keep a value, assigned on the servers outside of a step, safe from the loss of a server during a training.
+        """Keep a value, assigned on the servers outside of a step, safe from the loss of a server.
 
-        What no step in training writes, such as a learning rate, is written here, too. Of what one does the copies
-        here have to be of one step, so all are renewed.
+        A Variable that no step writes, such as a learning rate, is assigned here, too. Of one that steps write copies
+        have to be of one step, so all are renewed.
         """
         self.held.superseded(variable)
         self._sent_at[variable.key] = time.monotonic()
         if any(variable in written for written in self.training):
             self.renew()
-        elif self.training:
+        elif variable.key in self._stepped:
+            self.safety.hurry()
+        else:
             with torch.no_grad(), self.held.showing:
                 lazy_memory.assign(variable.kept, value.to(variable.kept.device))
                 self.held.same(variable)

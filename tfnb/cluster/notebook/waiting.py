@@ -42,7 +42,7 @@ class EventLoopWaiter:
             return asyncio.get_running_loop() is self._link.loop
         return False
 
-    def do(self, what: str, timeout: float | None, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+    def do(self, what: str, timeout: float | None, function: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
         """Run a coroutine in the event loop and wait; an interrupt or a deadline ends the work at a step boundary."""
         ensure_no_look(what)
         self.say_notes()

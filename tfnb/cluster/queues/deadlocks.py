@@ -228,5 +228,5 @@ def _steps(waiting: Iterable[Any], uses: Mapping[int, QueueUse]) -> Iterator[tup
             yield [one for part in found for one in part[0]], [one for part in found for one in part[1]], round_
 
 
-def _always(value: Any) -> Callable[[], Any]:
+def _always(value: object) -> Callable[[], Any]:
     return lambda: value

@@ -34,7 +34,7 @@ def written(array: torch.Tensor | ChunkedArray) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
 
 
-def _key(written: Any) -> Any:
+def _key(written: object) -> Any:
     """A key of Dask, from its JSON form with lists in place of tuples."""
     return tuple(map(_key, written)) if isinstance(written, list) else written
 

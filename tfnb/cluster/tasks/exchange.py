@@ -289,7 +289,7 @@ class Exchange:
                 del self._lanes[peer]
         self._lost(peer.incarnation, peer.addr, error)
 
-    def _soon(self, function: Callable[..., Any], *args: Any) -> None:
+    def _soon(self, function: Callable[..., Any], *args: object) -> None:
         with suppress(RuntimeError):  # the worker ends
             self._loop.call_soon_threadsafe(function, *args)
 

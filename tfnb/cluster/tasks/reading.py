@@ -15,7 +15,7 @@ from tfnb.state.chunks import as_rows, as_tensor
 WITHIN = 600.0  # seconds for one chunk: Dask may have to compute it again
 
 
-def as_chunk(computed: Any) -> torch.Tensor:
+def as_chunk(computed: object) -> torch.Tensor:
     """A chunk computed by Dask, as a tensor. Raises InvalidArgument or UnsupportedDtype."""
     try:
         rows = as_rows(computed)
@@ -27,7 +27,7 @@ def as_chunk(computed: Any) -> torch.Tensor:
         raise UnsupportedDtype(f"torch has no dtype {rows.dtype}: {error}") from error
 
 
-def described(computed: Any) -> tuple[list[int], str]:
+def described(computed: object) -> tuple[list[int], str]:
     """The shape and dtype of a chunk.
 
     >>> described([1.5, 2.5])
@@ -37,7 +37,7 @@ def described(computed: Any) -> tuple[list[int], str]:
     return list(chunk.shape), dtype_name(chunk.dtype)
 
 
-def first_rows(computed: Any, rows: int) -> torch.Tensor:
+def first_rows(computed: object, rows: int) -> torch.Tensor:
     """So many rows of a chunk, at most.
 
     >>> first_rows([1.5, 2.5, 3.5], 2)

@@ -52,7 +52,7 @@ class LoopHost(Protocol):
     computing: Computing
     room: int  # bytes of chunks that it may keep
 
-    async def read(self, key: Any, what: str) -> torch.Tensor: ...
+    async def read(self, key: object, what: str) -> torch.Tensor: ...
 
     async def stop_reading(self) -> None: ...
 
@@ -545,7 +545,7 @@ class TrainingLoop:
             asks.append(Ask(shard, method, meta, push.sent if push else (), op))
         return asks
 
-    def _pull(self, shard: int, **about: Any) -> Ask:
+    def _pull(self, shard: int, **about: object) -> Ask:
         return Ask(shard, "pull", {**about, **self._known(shard, "keys")})
 
     # -- bounded staleness ------------------------------------------------------------------------------------------
@@ -602,7 +602,7 @@ class TrainingLoop:
         keys = self._reads.get(shard, [])
         return {names: keys, "since": [self._held.get(key, (-1, None))[0] for key in keys]}
 
-    async def _tell(self, shards: Sequence[int], method: str, **more: Any) -> list[Ok]:
+    async def _tell(self, shards: Sequence[int], method: str, **more: object) -> list[Ok]:
         """Tell shards of this loop."""
         about = {"training": self._training, "loop": self._name, **more}
         return await self._host.ask([Ask(shard, method, about) for shard in shards])

@@ -164,7 +164,7 @@ class _Noting:
     def round(self) -> int:
         return self._peers.round
 
-    def tell(self, edge: int, to: int, tag: Tag, value: Any, dead: Dead | None) -> None:
+    def tell(self, edge: int, to: int, tag: Tag, value: object, dead: Dead | None) -> None:
         if edge != ACKNOWLEDGE:
             nbytes = value.nbytes if isinstance(value, torch.Tensor) and not value.is_meta else 0
             self._sent.append(PostTime(edge, to, time.monotonic_ns(), nbytes, tag))

@@ -52,7 +52,8 @@ def _in_levels(tensor: torch.Tensor) -> torch.Tensor:
     numbers = numbers if numbers.dtype is torch.float64 else numbers.float()
     finite = numbers.nan_to_num(0.0, 0.0, 0.0)
     step = (finite.abs().amax() if finite.numel() else finite.new_zeros(())) / LEVELS
-    levels = torch.where(numbers.isfinite(), (finite / step).round_() if step > 0 else 0.0, numbers)
+    near = (finite / step).round_().clamp_(-LEVELS, LEVELS) if step > 0 else torch.zeros_like(finite)
+    levels = torch.where(numbers.isfinite(), near, numbers)  # the step of tiny numbers is rounded, too
     levels = levels.clamp_(-_INFINITE, _INFINITE).nan_to_num_(_NAN).to(torch.int8)
     facts = (torch.tensor(tensor.shape, dtype=torch.int64), step.double().reshape(1), torch.tensor([tensor.dim()]))
     sizes, step, dim = (each.to(levels.device) for each in facts)
@@ -68,6 +69,8 @@ def _from_levels(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         raise ShapeError(f"{Spec.of(packed)} is no tensor that was packed as int8: its last bytes are no sizes of it")
     levels, step = packed[:end], packed[-_FACTS:-1].clone().view(torch.float64).item()
     numbers = levels.to(torch.float64 if dtype is torch.float64 else torch.float32).mul_(step)
+    most = torch.finfo(numbers.dtype).max  # the step may have been rounded up
+    numbers.clamp_(-most, most)
     for level, number in ((_NAN, torch.nan), (_INFINITE, torch.inf), (-_INFINITE, -torch.inf)):
         numbers.masked_fill_(levels == level, number)
     return numbers.reshape(sizes).to(dtype)
@@ -80,7 +83,7 @@ FORMATS: Mapping[str, Format] = {
     "int8": Format(torch.int8, _in_levels, _from_levels),
 }
 """By name. The relative error of a number is at most 2**-8, 2**-7 and (from 6.1e-5 to 65,504) 2**-11; the error of an
-int8 is at most 1/252 of the largest number of its tensor."""
+int8 is at most 1/252 of the largest number of its tensor, where that is a normal one."""
 
 
 class LossyTransfers(NamedTuple):
@@ -166,7 +169,7 @@ class LossyPeers:
         """The number of the round."""
         return self.peers.round
 
-    def tell(self, edge: int, to: int, tag: tuple[int, ...], value: Any, dead: tuple[int, int] | None) -> None:
+    def tell(self, edge: int, to: int, tag: tuple[int, ...], value: object, dead: tuple[int, int] | None) -> None:
         """Send a value, narrowed. Raises NonFinite."""
         if edge in self.dtypes and isinstance(value, torch.Tensor) and not value.is_meta:
             value = narrowed(value, self.format, "a value for another task")

@@ -75,7 +75,7 @@ class Post(NamedTuple):
 
 
 def written(
-    round: int, edge: int, tag: Tag, value: Any, dead: Dead | None, loans: TaskLoans | None = None
+    round: int, edge: int, tag: Tag, value: object, dead: Dead | None, loans: TaskLoans | None = None
 ) -> list[Buffer]:  # fmt: skip
     """The bytes of a post: one buffer, or two of them, the second being the memory of the tensor.
 
@@ -481,7 +481,7 @@ class Sender:
             if self._is_over:
                 sock.close()
 
-    def post(self, round: int, edge: int, tag: Tag, value: Any, dead: Dead | None) -> bool:
+    def post(self, round: int, edge: int, tag: Tag, value: object, dead: Dead | None) -> bool:
         """Send a message at once; returns whether the thread has to look, as something is kept, or went wrong.
 
         Raises the errors of `written`, and StreamBroken when the sender is over.

@@ -216,7 +216,7 @@ def _named(node: object) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _carried(node: Any) -> Any:
+def _carried(node: object) -> Any:
     """The read of a carried attribute, by itself or in malt's ``ag__.ldu(lambda: owner.name, text)``."""
     if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Lambda):
         node.args[0].body = _carried(node.args[0].body)

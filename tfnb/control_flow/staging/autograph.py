@@ -59,7 +59,7 @@ def autograph(function: F) -> F:
     """
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         __tracebackhide__ = True
         if recorder_if_open() is None or status.off:
             return function(*args, **kwargs)

@@ -126,7 +126,7 @@ def generator_function(function: FunctionType, factory: CodeType) -> Callable[..
     """The function that gives a `Generator`, from the factory of its converted code."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Generator:
+    def call(*args: object, **kwargs: object) -> Generator:
         def loop(consumer: Consumer) -> None:
             bound(factory, function, _operators(consumer))(*args, **kwargs)
 

@@ -20,7 +20,7 @@ _EXACT = 2**24  # integers up to it are numbers of float32
 class Number:
     """A number of Python: ``made`` is one, a node of generated code, or a function and such arguments."""
 
-    made: Any
+    made: object
     dtype: torch.dtype
 
     @property

@@ -481,7 +481,7 @@ class ProfiledStep:
         self._sizes, self._profile, self._args = sizes, sizes.profile, tuple[Any, ...]()
         self._computed: float | None = None  # when, by this thread's clock of the processor
 
-    def __call__(self, *args: Any) -> Sequence[Any]:
+    def __call__(self, *args: object) -> Sequence[Any]:
         if self._profile is None:  # other threads have taken the last one
             return self._sizes.generated(*args)
         try:

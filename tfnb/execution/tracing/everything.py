@@ -145,7 +145,7 @@ class Everything(Tracer):
         self.taken.setdefault(cond.id, set()).add(way)
         program, _ = cond.branches[way]
 
-        def call(*args: Any) -> Any:
+        def call(*args: object) -> Any:
             with self._within(cond.id):
                 if self.keeps:
                     self._around[-1].sides[self._path] = way

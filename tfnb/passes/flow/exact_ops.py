@@ -73,7 +73,7 @@ class Emission:
         """A whole operand, on each task."""
         return self.division.alike(value)
 
-    def each(self, op: str, *operands: Sequence[Value], spec: Spec, **arguments: Any) -> tuple[Value, ...]:
+    def each(self, op: str, *operands: Sequence[Value], spec: Spec, **arguments: object) -> tuple[Value, ...]:
         """One new node on each task, of ``self`` and perhaps ``other``; ``spec`` of all rows."""
         division, name = self.division, f"{self.node.name}/{op.split('.')[1]}"
         attrs = {key: Ref(at) for at, key in zip(range(len(operands)), ("self", "other"), strict=False)} | arguments
@@ -98,7 +98,7 @@ class Emission:
         self.division.states[self.node.value(index)] = FormOf(form, values, axis)
         self.division.ids[self.node.id] = tuple(value.node for value in values)
 
-    def copies(self, **attrs: Any) -> list[Node] | None:
+    def copies(self, **attrs: object) -> list[Node] | None:
         """The node itself on each task, with other arguments."""
         call = self.call
         return None if call is None else self.division.copies(self.node, call, {**self.node.attrs, **attrs})

@@ -36,7 +36,7 @@ class RowCall:
     has_rows: Callable[[int | Dim], bool]
     zeros: frozenset[int] = frozenset()
 
-    def argument(self, name: str, default: Any = None) -> Any:
+    def argument(self, name: str, default: object = None) -> Any:
         """An argument of the op, or its default by the schema."""
         if name in self.node.attrs:
             return self.node.attrs[name]

@@ -644,7 +644,7 @@ class _Weighing:
         if op == "_to_copy" and _widens(self._spec(node.inputs[0]).dtype, node.outputs[0].dtype):
             return inputs[0]
         if op in ("bitwise_not", "logical_not") and self._spec(node.inputs[0]).dtype is torch.bool:
-            one: Any = inputs[0]
+            one: object = inputs[0]
             return ("ne", *one[1:]) if isinstance(one, tuple) and one[0] == "eq" else ("not", one)
         if node.op in ("aten.eq.Scalar", "aten.ne.Scalar"):
             return op, inputs[0], node.attrs.get("other")
@@ -711,7 +711,7 @@ def _broadcast(shapes: Sequence[Sequence[int | Dim]]) -> list[int | Dim]:
     return [next((size for size in sizes if size != 1), 1) for sizes in axes][::-1]
 
 
-def _argument(node: Node, name: str, default: Any) -> Any:
+def _argument(node: Node, name: str, default: object) -> Any:
     """An argument of a node's op, or the one that its schema gives."""
     if name in node.attrs:
         return node.attrs[name]

@@ -46,7 +46,7 @@ class Functions(TorchFunctionMode):
         if current.recording() is not recorder:
             return func
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             __tracebackhide__ = True
             found = row(recorder, *args, **kwargs)
             return func(*args, **kwargs) if found is NotImplemented else found

@@ -28,8 +28,8 @@ class LastingChange(NamedTuple):
     """The state of an object before a change."""
 
     facet: Facet
-    owner: Any
-    before: Any
+    owner: object
+    before: object
 
 
 class LastingChanges:
@@ -41,7 +41,7 @@ class LastingChanges:
     def __len__(self) -> int:
         return len(self._changes)
 
-    def keep(self, facet: Facet, owner: Any) -> None:
+    def keep(self, facet: Facet, owner: object) -> None:
         """Call before a change: the present state can be put back."""
         self._changes.append(LastingChange(facet, owner, facet.get(owner)))
 

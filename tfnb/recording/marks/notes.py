@@ -21,6 +21,7 @@ from tfnb.recording.marks.user_code import is_foreign
 
 _PLUMBING = frozenset({"tfnb", "torch", "sympy", "functools", "contextlib"})
 _HERE = str(Path(__file__).parents[2])  # the package
+_AROUND = ("contextlib", "torch.nn.modules.module")  # modules whose frames stand between tfnb's and the user's
 # What says that torch knows no shape rule, and not that the shapes are wrong.
 _NO_RULE = (
     NotImplementedError, fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
@@ -113,11 +114,11 @@ def user_level(stop: FrameType | None) -> int:
 
 
 def _nearest(stop: FrameType | None) -> tuple[FrameType | None, int]:
-    """The nearest frame outside of tfnb, and its distance from the caller's caller."""
+    """The nearest frame outside of tfnb and of torch's call of a module, and its distance from the caller's caller."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and frame is not stop and level < 60:
-        if not frame.f_code.co_filename.startswith(_HERE) and frame.f_globals.get("__name__") != "contextlib":
+        if not frame.f_code.co_filename.startswith(_HERE) and frame.f_globals.get("__name__") not in _AROUND:
             break
         frame, level = frame.f_back, level + 1
     return frame, level

@@ -231,7 +231,7 @@ class SettingGuard(NamedTuple):
     value: Picture
     names: frozenset[str]
     find: Callable[[], Any]
-    place: Any
+    place: object
 
     def changes(self, label: str) -> Iterator[tuple[Any, str]]:
         """(key, text) of each change of the setting since the recording of ``label``."""
@@ -254,7 +254,7 @@ class TensorGuard:
     node: int
     value: torch.Tensor
     find: Callable[[], Any]
-    seen: Any  # the stamp at which it was last equal to the constant
+    seen: object  # the stamp at which it was last equal to the constant
 
     def differs(self) -> bool:
         """Whether a tensor with other values is there now; one of another shape or dtype has another purpose."""

@@ -94,8 +94,8 @@ class _State(NamedTuple):
 
     read: NameRead
     namespace: Namespace
-    before: Any
-    items: Any
+    before: object
+    items: object
     names: frozenset[str]  # of the attributes of objects that belong to it
     holder: int | None  # the id of the object whose attribute it is
     is_global: bool  # a function of the program reads it
@@ -308,7 +308,7 @@ class PythonReads:
                 yield from self._settings_of_holder(str(read), value, find, place)
 
     def _settings_of_holder(
-        self, name: str, module: torch.nn.Module, find: Callable[[], Any], place: Any
+        self, name: str, module: torch.nn.Module, find: Callable[[], Any], place: object
     ) -> Iterator[SettingGuard]:
         """Guards of plain attributes of a module that is not called."""
         for attribute in (self._names_read & module.__dict__.keys()) - _MODULE:
@@ -537,7 +537,7 @@ class PythonReads:
                     kept = {key: item for key, item in kept.items() if key in now}
                 yield from self._carried_parts(kept, now, name)
 
-    def _carried_parts(self, before: Any, now: Any, path: str) -> Iterator[str]:
+    def _carried_parts(self, before: object, now: object, path: str) -> Iterator[str]:
         """The paths of the parts of a copied value that hold something else for the next call."""
         if isinstance(before, Attributes) and isinstance(now, Attributes):
             for name, item in now.items():
@@ -613,7 +613,7 @@ def _kept(value: object, names: frozenset[str]) -> Any:
     return contents(value, names, _as_is)
 
 
-def _as_is(value: Any, names: frozenset[str], levels: int) -> Any:
+def _as_is(value: object, names: frozenset[str], levels: int) -> Any:
     """The content of one item: of a function its enclosed names, defaults and attributes, else the value itself."""
     if isinstance(value, FunctionType) and levels and not is_foreign(value.__code__.co_filename):
         read = enclosed_reads(value.__code__)
@@ -641,7 +641,7 @@ def _attribute(module: weakref.ref[torch.nn.Module], name: str) -> Any:
     return inspect.getattr_static(type(found), name, MISSING)
 
 
-def _tensors(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+def _tensors(value: object, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     """The tensors in copied contents, with the keys that lead to each."""
     if isinstance(value, torch.Tensor):
         yield keys, value

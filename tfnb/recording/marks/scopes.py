@@ -46,7 +46,7 @@ class _Open(NamedTuple):
     module: torch.nn.Module
     depth: int
     names: dict[int, str]
-    held: Any
+    held: object
 
 
 class Scopes:

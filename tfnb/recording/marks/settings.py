@@ -64,7 +64,7 @@ class Picture(NamedTuple):
     """A comparable copy of a setting. Pictures of two kinds are of two purposes, and not compared."""
 
     kind: str
-    of: Any
+    of: object
 
     @property
     def label(self) -> str:
@@ -139,7 +139,7 @@ class Attributes(dict[str, Any]):
     """The attributes of an object that code reads, by their names."""
 
 
-def differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(before: object, now: object, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(path, former, present) of each part in which the contents of two pictures differ, down to attributes."""
     if isinstance(before, Attributes) and isinstance(now, Attributes):
         for name, item in before.items():
@@ -178,7 +178,7 @@ class _Walk:
     def __init__(self, names: frozenset[str], leaf: Leaf) -> None:
         self._names, self._leaf, self._left = names, leaf, _LEAVES
 
-    def of(self, value: Any, deep: int) -> Any:
+    def of(self, value: object, deep: int) -> Any:
         """A copy of the contents of a value."""
         self._left -= 1
         if not deep or self._left < 0:
@@ -202,7 +202,7 @@ class _Walk:
             return Attributes(self._attributes(value, self._names, deep - 1))
         return self._leaf(value, self._names, deep)
 
-    def _attributes(self, value: Any, names: frozenset[str], deep: int) -> Iterator[tuple[str, Any]]:
+    def _attributes(self, value: object, names: frozenset[str], deep: int) -> Iterator[tuple[str, Any]]:
         for name, item in attributes_of(value, names):
             if not isinstance(item, FunctionType | property | staticmethod | classmethod):
                 yield name, self.of(item, deep)
@@ -245,7 +245,7 @@ def _is_holder(kind: type) -> bool:
     return is_of_program(kind) or kind.__name__.endswith("Config")
 
 
-def attributes_of(value: Any, names: frozenset[str]) -> Iterator[tuple[str, Any]]:
+def attributes_of(value: object, names: frozenset[str]) -> Iterator[tuple[str, Any]]:
     """The attributes of an object, and of its class, that code reads which reads these names of any object."""
     kind = value if isinstance(value, type) else type(value)
     of_kind = _read.setdefault(kind, {})

@@ -27,7 +27,7 @@ from tfnb.recording.values.recording import Recording, open_recording
 def batch(original: Callable[..., Any]) -> Any:
     """The replacement of a method of a loader, or of its iterator, in `tfnb.recording.torch_patches`."""
 
-    def call(self: Any) -> Any:
+    def call(self: object) -> Any:
         rec = open_recording()
         if rec is None:
             return original(self)

@@ -68,7 +68,7 @@ def item(rec: Recording, tensor: torch.Tensor) -> Any:
 
 
 @override(Stage.FUNCTION, torch.Tensor.__contains__)
-def _contains(rec: Recording, tensor: torch.Tensor, element: Any) -> Any:
+def _contains(rec: Recording, tensor: torch.Tensor, element: object) -> Any:
     """``element in tensor``: a recorded truth, which Python's ``in`` asks for its value, as an ``if`` does."""
     return (tensor == element).any() if isinstance(element, torch.Tensor | int | float | bool) else NotImplemented
 
@@ -165,7 +165,7 @@ override(Stage.ANSWER, aten.equal.default)(_comparison(aten.equal.default, torch
 override(Stage.ANSWER, aten.allclose.default)(_comparison(aten.allclose.default, torch.isclose))
 
 
-def settle_size(rec: Recording, expr: Any) -> Any:
+def settle_size(rec: Recording, expr: object) -> Any:
     """Answer for a size that only data tell: take the samples' answer, and guard that a run agrees."""
     found = rec.symbols.seen(expr, bool if is_relation(expr) else int)
     if found is None:

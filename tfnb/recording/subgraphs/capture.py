@@ -73,7 +73,7 @@ class LeftGradient:
 
     tensor: torch.Tensor
     value: Value
-    present: Any
+    present: object
     present_value: Value | None
 
     def resolved(self, same: Mapping[Value, Value]) -> LeftGradient:
@@ -179,7 +179,7 @@ def _refuse_lasting(recorder: Recording, before: Savepoint) -> None:
     )
 
 
-def _name(owner: Any) -> str:
+def _name(owner: object) -> str:
     """The name of a recorded tensor, a Variable or a kind of module in a message."""
     if isinstance(owner, torch.Tensor):
         holder = owner if isinstance(owner, Tensor) else known(owner)
@@ -271,7 +271,7 @@ class Savepoint:
         """Of the holders of gradients, those that are no tensors made since."""
         return {holder: found for holder, found in by_holder.items() if self.is_outer(holder)}
 
-    def is_outer(self, owner: Any) -> bool:
+    def is_outer(self, owner: object) -> bool:
         """Whether an object is none that was made since: a recorded tensor, or the hooks of one; others are taken for
         older.
         """

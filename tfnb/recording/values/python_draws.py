@@ -99,7 +99,7 @@ def heard(function: Callable[..., Any], called: str) -> Callable[..., Any]:
     function = _unheard(function)
     owner = getattr(function, "__self__", None)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         recording = open_recording()
         if recording is not None:
             _hear(recording, called, owner)
@@ -113,7 +113,7 @@ def of_module(original: Callable[..., Any]) -> Any:
     """The replacement of a function of a module while a thread records."""
     hearing = heard(original, drawing(original) or original.__name__)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return (original if _is_ours(sys._getframe(1)) else hearing)(*args, **kwargs)
 
     call.__dict__[_ORIGINAL] = original
@@ -176,7 +176,7 @@ class NamedGenerator(NamedTuple):
 
     name: str
     called: str
-    owner: Any
+    owner: object
     state: bytes
 
 

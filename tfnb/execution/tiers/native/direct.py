@@ -35,7 +35,7 @@ class Direct:
     """
 
     call: Callable[..., list[Any] | None]
-    kept: Any
+    kept: object
     watches: tuple[TensorWatch, ...]
     changes: int
 
