@@ -33,7 +33,7 @@ def _listed(function: Callable[..., None], foreach: bool | None = True) -> Calla
     foreach: None is torch's choice by device, for a rule whose foreach and plain versions round differently.
     """
 
-    def call(ws: Column, grads: Column, *slots: Column, **settings: object) -> None:
+    def call(ws: Column, grads: Column, *slots: Column, **settings: Any) -> None:
         on_device = all(x.is_cuda for column in slots for x in column)
         function(ws, grads, *slots, foreach=foreach, capturable=on_device, **settings)
 
@@ -44,16 +44,16 @@ def _rprop(ws: Column, grads: Column, *slots: Column, lr: Rate, **settings: obje
     _listed(rprop.rprop)(ws, grads, *slots, **settings)  # the rate is where the sizes of steps start
 
 
-def _adafactor_matrix(ws: Column, grads: Column, rows: Column, cols: Column, steps: Column, **settings: object) -> None:
+def _adafactor_matrix(ws: Column, grads: Column, rows: Column, cols: Column, steps: Column, **settings: Any) -> None:
     _adafactor.adafactor(ws, grads, [*rows], [*cols], [None] * len(ws), steps, foreach=True, **settings)
 
 
-def _adafactor_vector(ws: Column, grads: Column, variances: Column, steps: Column, **settings: object) -> None:
+def _adafactor_vector(ws: Column, grads: Column, variances: Column, steps: Column, **settings: Any) -> None:
     none = [None] * len(ws)
     _adafactor.adafactor(ws, grads, [*none], [*none], [*variances], steps, foreach=True, **settings)
 
 
-def _muon_matrix(ws: Column, grads: Column, buffers: Column, **settings: object) -> None:
+def _muon_matrix(ws: Column, grads: Column, buffers: Column, **settings: Any) -> None:
     _muon.muon(ws, grads, buffers, has_complex=False, **settings)
 
 

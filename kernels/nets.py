@@ -202,8 +202,8 @@ def _backward(net: Net, wanted: Sequence[bool], dys: Sequence[Tensor | None], ou
     dx = None if dys[0] is None else net.turned(dys[0])
     firsts: list[list[Tensor]] = []
     down: list[list[Tensor]] = []
-    outputs: object
-    ends: object
+    outputs: Any
+    ends: Any
     for layer in reversed(range(net.layers)):
         ways = net.directions(layer, xs[layer])
         outputs, cotangents = ([t] if t is None or not net.both else t.chunk(2, -1) for t in (ys[layer], dx))
@@ -232,7 +232,7 @@ def lstm(*args: object) -> tuple[Tensor, Tensor, Tensor]:
 _NET = "str kind, Tensor x, Tensor[] hx, Tensor[] params, bool biases, int layers, bool both, bool batch_first"
 
 
-def _fake(*args: object) -> list[Tensor]:
+def _fake(*args: Any) -> list[Tensor]:
     net = Net(*args)
     x = net.turned(net.x)
     steps, rows, size = x.shape[0], x.shape[1], net.hx[0].shape[-1]
@@ -250,13 +250,13 @@ def _fake(*args: object) -> list[Tensor]:
 
 
 @op(f"({_NET}) -> Tensor[]", _fake)
-def recurrent_net(*args: object) -> list[Tensor]:
+def recurrent_net(*args: Any) -> list[Tensor]:
     """The net's outputs, and its saved values."""
     return _forward(Net(*args))
 
 
 def _fake_backward(
-    wanted: Sequence[Any], dys: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor], *args: object
+    wanted: Sequence[Any], dys: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor], *args: Any
 ) -> list[Tensor]:
     net = Net(*args)
     every = [net.x, *net.hx, *net.params]
@@ -265,7 +265,7 @@ def _fake_backward(
 
 @op(f"(bool[] wanted, Tensor?[] dys, Tensor[] outs, {_NET}) -> Tensor[]", _fake_backward)
 def recurrent_net_backward(
-    wanted: Sequence[bool], dys: Sequence[Tensor | None], outs: Sequence[Tensor], *args: object
+    wanted: Sequence[bool], dys: Sequence[Tensor | None], outs: Sequence[Tensor], *args: Any
 ) -> list[Tensor]:
     """The requested cotangents of the input, first states and weights, from those of the outputs."""
     return _backward(Net(*args), wanted, dys, outs)

@@ -99,7 +99,7 @@ class RowStack:
         if again is None:
             return body
 
-        def iteration(*args: object) -> Sequence[torch.Tensor]:
+        def iteration(*args: Any) -> Sequence[torch.Tensor]:
             if not fresh:
                 self._start = again.own(args[: again.carried])
             return body(*args)

@@ -109,7 +109,7 @@ def _settings(kernel: Callable[..., None]) -> list[inspect.Parameter]:
     return [p for p in inspect.signature(kernel).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
-def _define(kernel: Callable[..., None], form: str, fused: object, functional: object, fake: object) -> None:
+def _define(kernel: Callable[..., None], form: str, fused: Any, functional: Any, fake: Any) -> None:
     name = f"{kernel.__name__}{form}"
     torch.library.define(f"tfnb::{name}", _schema(kernel, ", Tensor indices" if form else ""))
     torch.library.impl(f"tfnb::{name}", "CompositeExplicitAutograd", functional)

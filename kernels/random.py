@@ -45,7 +45,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def seeded(op: object, seed: int, device: torch.device, args: object, kwargs: object) -> Any:
+def seeded(op: Any, seed: int, device: torch.device, args: Any, kwargs: Any) -> Any:
     """``op(*args, **kwargs)`` with random draws from ``seed``; the global random state is restored."""
     generator = _default_generator(device)
     with _borrow:

@@ -9,6 +9,7 @@ step multiplies by is computed ahead for as many steps as a cache holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def _before(first: Tensor, states: Tensor, start: int, end: int) -> Tensor:
 def _like(*sources: int) -> Callable[..., tuple[Tensor, ...]]:
     """A fake whose outputs are shaped like these arguments."""
 
-    def fake(*args: object) -> tuple[Tensor, ...]:
+    def fake(*args: Any) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(args[i], memory_format=torch.contiguous_format) for i in sources)
 
     return fake

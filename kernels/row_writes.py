@@ -45,7 +45,7 @@ NUMBERS = frozenset({"aten.index_copy.default"})
 """Those of them that take numbers."""
 
 
-def outside(table_rows: int, where: object) -> int | None:
+def outside(table_rows: int, where: Any) -> int | None:
     """A row number that is out of bounds: the smallest if that is negative, else the largest; None if there is none."""
     if isinstance(where, int):
         return None if 0 <= where < table_rows else where

@@ -30,7 +30,7 @@ class Column(Protocol):
         """The final value after the last iteration; reverse: the last iteration's row comes first."""
 
 
-def rows_of(x: object, *, reverse: bool) -> tuple[int, Iterator[torch.Tensor]]:
+def rows_of(x: Any, *, reverse: bool) -> tuple[int, Iterator[torch.Tensor]]:
     """The number of rows of a sequence, and its rows in the order of a consuming loop.
 
     x: a tensor, the elements and the shapes of rows, `RowProducts`, or kept rows (in both places of a pair).
@@ -41,7 +41,7 @@ def rows_of(x: object, *, reverse: bool) -> tuple[int, Iterator[torch.Tensor]]:
     return len(x), (_stacked(x, reverse) if isinstance(x, torch.Tensor) else x.taken(reverse))
 
 
-def rows_from(x: object, iteration: int, *, reverse: bool) -> Iterator[torch.Tensor]:
+def rows_from(x: Any, iteration: int, *, reverse: bool) -> Iterator[torch.Tensor]:
     """The rows from this iteration on, with the same bits; of a tensor or `RowProducts`."""
     first = iteration - iteration % ITERATIONS
     rows = _stacked(x, reverse, first) if isinstance(x, torch.Tensor) else x.taken(reverse, first)

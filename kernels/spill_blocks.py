@@ -154,7 +154,7 @@ def _stream(device: torch.device, ready: object) -> AbstractContextManager[None]
 
 
 @contextmanager
-def _behind(device: torch.device, ready: object) -> Iterator[None]:
+def _behind(device: torch.device, ready: Any) -> Iterator[None]:
     stream = torch.Stream(device)
     stream.wait_event(ready)
     with stream:

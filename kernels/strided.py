@@ -48,7 +48,7 @@ def prepared(op: Callable[..., Any], prepare: Callable[[Tensor], Tensor]) -> Cal
     def ready(x: object) -> Any:
         return prepare(x) if isinstance(x, Tensor) else x
 
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         return op(*map(ready, args), **{name: ready(x) for name, x in kwargs.items()})
 
     return call
@@ -57,7 +57,7 @@ def prepared(op: Callable[..., Any], prepare: Callable[[Tensor], Tensor]) -> Cal
 def gapless(op: Callable[..., Any], place: int) -> Callable[..., Any]:
     """``op`` of tensors without gaps, images all laid out like the argument at ``place``."""
 
-    def call(*args: object) -> Any:
+    def call(*args: Any) -> Any:
         return op(*(contiguous(x, args[place]) if isinstance(x, Tensor) else x for x in args))
 
     return call

@@ -118,7 +118,7 @@ def _text(shown: object, include: object = None, exclude: object = None) -> dict
     return {"text/plain": repr(shown)}
 
 
-def _forget(formatter: object, name: str) -> None:
+def _forget(formatter: Any, name: str) -> None:
     """A function moves from the deferred table to the type's when the type is first shown."""
     formatter.deferred_printers.pop(tuple(name.rsplit(".", 1)), None)
     for kind in list(formatter.type_printers):
@@ -127,7 +127,7 @@ def _forget(formatter: object, name: str) -> None:
 
 
 def _show_short(
-    shell: InteractiveShell, kind: type, error: BaseException, traceback: TracebackType | None, tb_offset: object = None
+    shell: InteractiveShell, kind: type, error: BaseException, traceback: TracebackType | None, tb_offset: Any = None
 ) -> list[str]:
     """Show a tfnb error, an OSError or an interrupt without tfnb's own frames."""
     if not _loaded[id(shell)].full_tracebacks:

@@ -61,7 +61,7 @@ class LiveDrawing:
             self.show(self.shown)
         return self
 
-    def show(self, trace: object) -> None:
+    def show(self, trace: Any) -> None:
         """Replace the picture by one of a traced run; where that cannot be laid out, the one before stays."""
         drawing = tfnb.view.Drawing(self.graph, cell=self.cell, trace=trace, by=trace.colours)
         try:
@@ -79,7 +79,7 @@ class Lives:
         self._serial = itertools.count()
         self._plots: WeakKeyDictionary[Any, StepSlider] = WeakKeyDictionary()  # by cluster
 
-    def follow_cluster(self, cluster: object) -> None:
+    def follow_cluster(self, cluster: Any) -> None:
         """Show a cluster in this cell, renewed twice a second; where it was shown before the state of now stays."""
         if cluster is None:
             return
@@ -90,7 +90,7 @@ class Lives:
         else:
             before.show(now.step, cluster_html(now), str(now))
 
-    def _renew(self, cluster: object, status: object) -> None:
+    def _renew(self, cluster: Any, status: Any) -> None:
         self._plots[cluster].show(status.step, cluster_html(status), str(status))
         busy = {row.name: row.busy for row in status.rows if row.busy is not None}
         for live in tuple(self._of.values()):
@@ -112,7 +112,7 @@ class Lives:
             live.follow()
 
 
-def cluster_html(status: object) -> str:
+def cluster_html(status: Any) -> str:
     """The card of a cluster, with the curves of its training and the watched values of all graphs."""
     watches = (graph.attached.get("watch") for graph in tfnb.graphs().values())
     watched = "".join(watch._repr_html_() for watch in watches if watch is not None)

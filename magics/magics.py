@@ -619,7 +619,7 @@ def _axis(name: str, size: int) -> int | str:
     return size if name == "_" else int(name) if name.isdigit() else name
 
 
-def _bundle(widget: object) -> dict[str, Any]:
+def _bundle(widget: Any) -> dict[str, Any]:
     """A widget's mime bundle; with metadata in some versions."""
     bundle = widget._repr_mimebundle_()
     return bundle[0] if isinstance(bundle, tuple) else bundle

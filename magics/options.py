@@ -39,14 +39,14 @@ def magic(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-def _with_usage_errors(method: object) -> Any:
+def _with_usage_errors(method: Any) -> Any:
     """A magic whose line form turns errors about the line's names into UsageError, without a traceback.
 
     What a body raises, and what fails while something runs, keeps its class and its frames.
     """
 
     @functools.wraps(method)
-    def called(self: object, line: str, cell: str | None = None) -> Any:
+    def called(self: Any, line: str, cell: str | None = None) -> Any:
         __tracebackhide__ = True
         try:
             return method(self, line, cell)
@@ -116,12 +116,12 @@ def near(word: str, known: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(word, list(known), 1)), "")
 
 
-def options_of(method: object) -> list[str]:
+def options_of(method: Any) -> list[str]:
     """The options of a magic, long and short."""
     return [name for action in method.parser._actions for name in action.option_strings]
 
 
-def parsed(method: object, line: str) -> Namespace:
+def parsed(method: Any, line: str) -> Namespace:
     """The arguments in ``line``; raises UsageError in one line, with the nearest option for an unknown one."""
     parser, given = method.parser, words(line)
     known = options_of(method)
@@ -137,7 +137,7 @@ def parsed(method: object, line: str) -> Namespace:
     return _refuse(method, wrong.partition("=")[0], unknown)
 
 
-def _refuse(method: object, wrong: str, unknown: list[str]) -> NoReturn:
+def _refuse(method: Any, wrong: str, unknown: list[str]) -> NoReturn:
     """Raise UsageError with the option probably meant, of this magic or another, else with the usage."""
     known = {
         option.lstrip("-"): f"{option} of %{name}"
@@ -149,6 +149,6 @@ def _refuse(method: object, wrong: str, unknown: list[str]) -> NoReturn:
     raise UsageError(f"unrecognized arguments: {' '.join(unknown)}; {advice}")
 
 
-def _usage(method: object) -> str:
+def _usage(method: Any) -> str:
     """How a magic is written, in one line."""
     return "usage: " + " ".join(method.parser.format_usage().removeprefix("::").split())

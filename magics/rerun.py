@@ -53,7 +53,7 @@ class Change:
             yield f"{label} lost {_names(nodes)}: run it again, or %tfgraph refresh"
 
 
-def change(before: object, graph: tfnb.Graph, owner: str) -> Change:
+def change(before: Any, graph: tfnb.Graph, owner: str) -> Change:
     """Between the contents of a graph before a cell of this owner ran, None where there was none, and now."""
     if before is None:
         return Change()

@@ -88,10 +88,10 @@ class SharedMagics(Magics):
     def _plain(self, bundle: dict[str, Any]) -> dict[str, Any]:
         return bundle if self.repr == "html" else {"text/plain": bundle["text/plain"]}
 
-    def html(self, shown: object) -> str | None:
+    def html(self, shown: Any) -> str | None:
         """The HTML of one of tfnb's objects; none where ``%config TfnbMagics.repr = 'text'`` is set."""
         return shown._repr_html_() if self.repr == "html" else None
 
-    def svg(self, shown: object) -> str | None:
+    def svg(self, shown: Any) -> str | None:
         """The picture of a graph, for front ends that sanitize HTML; None as for `html`."""
         return shown._repr_svg_() if self.repr == "html" else None

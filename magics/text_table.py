@@ -14,7 +14,7 @@ from tfnb.widgets.escaping import xml
 COLUMNS = ("name", "spec", "bytes", "where", "trainable")  # of Variables
 
 
-def variable_row(label: str, variable: object) -> tuple[Any, ...]:
+def variable_row(label: str, variable: Any) -> tuple[Any, ...]:
     """One Variable as a row of `COLUMNS`."""
     spec = variable.spec
     return label, str(spec), math.prod(spec.shape) * spec.dtype.itemsize, str(variable.device), variable.trainable

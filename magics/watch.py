@@ -55,7 +55,7 @@ class CellWatch:
         if self._outermost is None:
             self._outermost = info
 
-    def _end(self, result: object) -> None:
+    def _end(self, result: Any) -> None:
         self._publish()
         if result is None or result.info is self._outermost:
             self._outermost = None

@@ -124,14 +124,14 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-def load_ipython_extension(ipython: object) -> None:
+def load_ipython_extension(ipython: Any) -> None:
     """``%load_ext tfnb``: register the magics."""
     from tfnb.magics import load
 
     load(ipython)
 
 
-def unload_ipython_extension(ipython: object) -> None:
+def unload_ipython_extension(ipython: Any) -> None:
     """``%unload_ext tfnb``: take the magics away."""
     from tfnb.magics import unload
 

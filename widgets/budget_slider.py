@@ -25,10 +25,10 @@ class BudgetSlider:
         self._box = ipywidgets.VBox([self.slider, self.html])
         self.slider.observe(self._moved, "value")
 
-    def _moved(self, change: object) -> None:
+    def _moved(self, change: Any) -> None:
         self.html.value = self._picture(change["new"])
 
-    def _repr_mimebundle_(self, **kwargs: object) -> Any:
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle = self._box._repr_mimebundle_(**kwargs)
         data = bundle[0] if isinstance(bundle, tuple) else bundle
         return {**data, "text/html": self._picture(self._at), "text/plain": "<BudgetSlider>"}

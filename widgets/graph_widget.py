@@ -84,7 +84,7 @@ class GraphWidget(anywidget.AnyWidget):
             log.info("drawing %s failed", of, exc_info=True)
             return ""
 
-    def _repr_mimebundle_(self, **kwargs: object) -> Any:
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle = super()._repr_mimebundle_(**kwargs)
         data = bundle[0] if isinstance(bundle, tuple) else bundle
         if data is not None and self.text:

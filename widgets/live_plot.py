@@ -5,6 +5,8 @@ Takes strings. How often it is renewed is the caller's business.
 
 from __future__ import annotations
 
+from typing import Any
+
 from IPython import get_ipython
 from IPython.display import display
 
@@ -13,7 +15,7 @@ class LivePlot:
     """One place in the output of a cell; a terminal has the text once, a script nothing."""
 
     def __init__(self, html: str, text: str) -> None:
-        self._place: object = None
+        self._place: Any = None
         shell = get_ipython()
         if shell is not None:
             place = display(_bundle(html, text), raw=True, display_id=True)

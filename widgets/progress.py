@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 import ipywidgets
 from IPython import get_ipython
@@ -102,11 +102,11 @@ class _Notebook:
         self._bar = ipywidgets.IntProgress(max=known, layout=ipywidgets.Layout(width="260px"))
         self._status, self._table = ipywidgets.HTML(), ipywidgets.HTML()
         self._box = ipywidgets.VBox([ipywidgets.HBox([self._bar, self._status]), self._table])
-        self._place: object = None
+        self._place: Any = None
 
     def show(self, panel: ProgressPanel) -> None:
         if self._place is None:
-            made: object = self._box._repr_mimebundle_()
+            made: Any = self._box._repr_mimebundle_()
             shown = {**made, "text/plain": panel.line(panel.status())}
             self._place = display(shown, raw=True, display_id=True)
         self._bar.value = min(panel.step, self._bar.max) if panel.total else 0

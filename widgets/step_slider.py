@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import anywidget
 import traitlets
@@ -102,7 +102,7 @@ class _StepSliderWidget(anywidget.AnyWidget):
         self._history = history
         self.on_msg(self._heard)
 
-    def _heard(self, _widget: object, message: object, _buffers: object) -> None:
+    def _heard(self, _widget: object, message: Any, _buffers: object) -> None:
         """Answer a page that begins with all states."""
         if message == {"kind": "past"}:
             self.send({"kind": "states", "states": list(self._history.states)})

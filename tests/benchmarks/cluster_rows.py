@@ -286,7 +286,7 @@ def sparse(nbytes: int, width: int = 256, rows: int = 32) -> tuple[Any, Callable
     held = [tfnb.Variable(0.0, shape=(height, width), name=f"t{place}") for place in range(SERVERS)]
     with tfnb.record("sparse"):
         at = tfnb.placeholder(torch.zeros(2, rows, dtype=torch.int64), name="at")
-        total = sum(F.embedding(at % height, variable.read()).sum() for variable in held)
+        total = sum(F.embedding(at % height, variable.read()).sum((1, 2)).mean() for variable in held)
         train = tfnb.train.SGD(1.0).minimize(total, held)
 
     def fed(count: int, steps: int) -> Any:
