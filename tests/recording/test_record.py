@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tfnb
 from tfnb.errors import BranchChanged, FailedPrecondition, ShapeError, StaleNode
@@ -177,6 +178,58 @@ def test_a_python_branch_warns_and_guards_the_run() -> None:
     with pytest.raises(tfnb.errors.BranchChanged, match="recorded with True"):
         tfnb.run(y, {x: -torch.ones(2)})
     assert torch.equal(tfnb.run(before, {x: -torch.ones(2)}), torch.zeros(2))
+
+
+def _below_device(x: Any, w: Any) -> bool:
+    with tfnb.device("cpu"):
+        return bool(x.sum() > 0)
+
+
+def _below_dependencies(x: Any, w: Any) -> bool:
+    with tfnb.control_dependencies([w * 2]):
+        return bool(x.sum() > 0)
+
+
+def _in_a_checkpoint(x: Any, w: Any) -> bool:
+    seen: list[bool] = []
+
+    def asked(x: Any) -> Any:
+        seen.append(bool(x.sum() > 0))
+        return x
+
+    checkpoint(asked, x, use_reentrant=False)
+    return seen[0]
+
+
+def _in_a_backward(x: Any, w: Any) -> bool:
+    seen: list[bool] = []
+    (y := w * x).register_hook(lambda grad: seen.append(bool(grad.sum() > 0)))
+    (y * x).sum().backward()
+    return seen[0]
+
+
+def _in_an_update(x: Any, w: Any) -> bool:
+    seen: list[bool] = []
+
+    class Asking(tfnb.train.Optimizer):
+        def update(self, w: Any, grad: Any, slots: Any, lr: Any) -> Any:
+            seen.append(bool(grad.sum() > 0))
+            return w, slots
+
+    Asking(0.1).minimize((w * x).sum(), [w])  # a step that no run takes
+    return seen[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*(Python took the|no name holds the step):UserWarning")
+@pytest.mark.parametrize("asked", [_below_device, _below_dependencies, _in_a_checkpoint, _in_a_backward, _in_an_update])
+def test_a_python_branch_asked_within_a_context_guards_all_that_is_recorded_behind_it(asked: Any) -> None:
+    w = nn.Parameter(torch.tensor(1.0))
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(4))
+        y = x * 2 if asked(x, w) else x * 3
+    assert torch.equal(tfnb.run(y, {x: torch.ones(4) / 2}), torch.ones(4))
+    with pytest.raises(BranchChanged, match="recorded with True"):
+        tfnb.run(y, {x: -torch.ones(4)})
 
 
 def test_without_a_sample_there_are_shapes_only() -> None:

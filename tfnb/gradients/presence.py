@@ -122,7 +122,7 @@ class _Paths:
     def _tell(self, node: Node) -> None:
         """Record the branch once more, with the predicates of the branches inside as further outputs."""
         telling, owners = _telling(node)
-        with self.recorder.tape.marked(control=node.control, device=node.device):
+        with self.recorder.tape.enclosed(control=node.control, device=node.device):
             outs = append(
                 self.recorder, node.op, node.inputs, telling.attrs, telling.outputs, frozenset({AGAIN})
             )  # fmt: skip

@@ -62,7 +62,7 @@ class SetInSomeRuns(Undefined):
         sample = self.is_set.sample
         if sample is not None and recorder.entered and not sample:
             raise UnboundLocalError(f"{text}; give it one before{recorder.tape.at()}")
-        with recorder.tape.marked():
+        with recorder.tape.enclosed():
             recorder.guard(self.is_set, True, raises=f"UnboundLocalError: {text}; give it one before")
             leaves = [copy_of(recorder, leaf, text) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.form)

@@ -150,7 +150,7 @@ class ForwardPart:
 
 def _again(recorder: Recording, node: Node, inputs: Sequence[Any], attrs: Any, outputs: Sequence[Spec]) -> list[Tensor]:
     """A copy of a forward node with other attrs and outputs."""
-    with recorder.tape.marked(control=node.control, device=node.device):
+    with recorder.tape.enclosed(control=node.control, device=node.device):
         values = [recorder._entry(t).value for t in inputs]
         return append(recorder, node.op, values, attrs, outputs, frozenset({AGAIN}))
 

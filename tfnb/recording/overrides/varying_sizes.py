@@ -66,7 +66,7 @@ def _one_hot(rec: Recording, x: Any, num_classes: int = -1) -> Any:
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return NotImplemented
-    with rec.tape.marked():
+    with rec.tape.enclosed():
         if num_classes == -1:
             found = x.max() + 1
             sample = rec.look(found).sample
@@ -91,7 +91,7 @@ def _bincount(rec: Recording, x: Any, weights: Any = None, minlength: int = 0) -
     sample = rec.look(x).sample if isinstance(x, Tensor) else None
     if sample is None or not minlength or not ((sample >= 0) & (sample < minlength)).all():
         return NotImplemented
-    with rec.tape.marked():
+    with rec.tape.enclosed():
         lacks = (
             f"torch.bincount was recorded with minlength={minlength}, and counts only values from 0 to "
             f"{minlength - 1}; this run has others: give a larger minlength="

@@ -130,7 +130,7 @@ def record_region(
         try:
             recorder.inside.append(before)
             with (
-                recorder.tape.marked(control=()),
+                recorder.tape.enclosed(control=()),
                 recorder.scope(f"{scope}/"),
                 _sealed(recorder, iterations),
                 setting(recorder, entered=recorder.entered and entered),

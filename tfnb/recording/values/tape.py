@@ -251,7 +251,17 @@ class Tape(TapeState):
 
     @contextmanager
     def marked(self, **changes: Any) -> Iterator[None]:
-        """Nodes recorded inside carry these marks."""
+        """Nodes recorded inside carry these marks; guards made inside hold for nodes behind it, too."""
+        before = self.marks
+        with self.enclosed(**changes):
+            count = len(self.marks.control)
+            yield
+            guards = self.marks.control[count:]
+        self.marks = replace(before, control=(*before.control, *guards))
+
+    @contextmanager
+    def enclosed(self, **changes: Any) -> Iterator[None]:
+        """Nodes recorded inside carry these marks; guards made inside hold inside alone."""
         before = self.marks
         self.marks = replace(before, **changes)
         try:
