@@ -10,7 +10,7 @@ conditional: without entries, and with them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -97,8 +97,9 @@ class FromClass(FromTorch):
         self._closure: Callable[[], Any] | None = None  # of that step: gives the loss that is computed already
         self._has_closure = False
         self._flag = _BEGUN
-        self._changing: list[Setting] = []  # by steps
+        self._changing: dict[Setting, bool] = {}  # settings that steps change: whether one is a tensor of the user's
         self._changed: dict[str, Variable] = {}  # their values
+        self._tensors: set[Setting] = set()  # those of them that are tensors of the user's, not numbers
 
     def step(self, closure: Callable[[], Any] | None = None) -> Operation:
         if closure is None:
@@ -112,9 +113,7 @@ class FromClass(FromTorch):
 
     def slots(self, target: object) -> dict[str, Variable]:
         owner = variable(target)
-        parameter = next((p for p, _ in self._places() if known(p) is owner), None)
-        if parameter is None:
-            raise FailedPrecondition(f"{owner.name} is no parameter of this {self._label}: add_param_group it")
+        parameter = self._place_of(owner)
         if parameter not in self._first:
             self._begin_all()
         found = {name: self._kept_slot(owner, parameter, name) for name in self._first[parameter]}
@@ -123,6 +122,13 @@ class FromClass(FromTorch):
                 found |= {f"{name}.{slot}": x for slot, x in self._inner(inner).slots(owner).items()}
         if self._targets[:1] == [owner]:
             found |= {_label_of(setting): self._setting_of(setting) for setting in self._changing}
+        return found
+
+    def _place_of(self, owner: Variable) -> torch.Tensor:
+        """The Parameter of a Variable."""
+        found = next((parameter for parameter, _ in self._places() if known(parameter) is owner), None)
+        if found is None:
+            raise FailedPrecondition(f"{owner.name} is no parameter of this {self._label}: add_param_group it")
         return found
 
     def _inner(self, inner: torch.optim.Optimizer) -> FromTorch:
@@ -144,10 +150,18 @@ class FromClass(FromTorch):
                 self._changed[label] = Variable.looked_up(find, name=f"{self._label}/{label}")
         return self._changed[label]
 
+    def _follow(self, settings: Iterable[Setting]) -> None:
+        """Hold settings that steps change as Variables."""
+        for where, name in settings:
+            self._changing.setdefault((where, name), isinstance(self._owner(where)[name], torch.Tensor))
+
+    def _owner(self, where: int | None) -> dict[str, Any]:
+        return vars(self.optimizer) if where is None else self.optimizer.param_groups[where]
+
     def _now(self, setting: Setting) -> torch.Tensor:
         """The value of a setting that steps change; a number becomes a tensor when a run needs it."""
         where, name = setting
-        owner = vars(self.optimizer) if where is None else self.optimizer.param_groups[where]
+        owner = self._owner(where)
         value = owner[name]
         if isinstance(value, torch.Tensor):
             return value
@@ -166,7 +180,7 @@ class FromClass(FromTorch):
         return self._kept[key]
 
     def _begin_all(self) -> None:
-        """The first value of each entry of the state: as it is now, or as a step begins it on plain copies.
+        """The first value of each entry of the state of new Parameters: as it is now, or as a step begins it on copies.
 
         Raises Unsupported for a class whose steps a graph would not repeat.
         """
@@ -185,8 +199,10 @@ class FromClass(FromTorch):
             begin = self._rehearsed(now)
             if begin.is_own:  # the state is made in part
                 is_own, given = True, now
-        self._changing = list(dict.fromkeys((*changing, *begin.settings)))
+        self._follow((*changing, *begin.settings))
         for (parameter, _), first, mine in zip(self._places(), begin.values, given, strict=True):
+            if parameter in self._first:  # its entries are Variables already
+                continue
             self._first[parameter] = {name: value.tensor for name, value in first.items()}
             self._counts[parameter] = {name for name, value in first.items() if value.number is not None}
             self._given[parameter] = first.keys() & mine.keys()
@@ -202,7 +218,9 @@ class FromClass(FromTorch):
         return Rehearsal(self.optimizer, self, self._call, has_closure=self._has_closure)
 
     def _entries(self, parameter: torch.Tensor) -> dict[str, Any]:
-        return dict(self.optimizer.state.get(parameter, {}))
+        """The state of a Parameter, without the entries that no step has begun."""
+        unbegun = {name for place, name in self.unbegun() if place is parameter}
+        return {name: x for name, x in self.optimizer.state.get(parameter, {}).items() if name not in unbegun}
 
     def _state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """An entry of the state, made when needed outside of a recording; a number becomes a tensor then."""
@@ -251,12 +269,14 @@ class FromClass(FromTorch):
                 )
         self._targets, self._reads = [target for _, target in pairs], []
         self._has_closure = self._closure is not None
+        if any(self._place_of(target) not in self._first for target in self._targets):
+            self._begin_all()
         before = Savepoint(recorder)
         try:
             values = Optimizer._record(self, recorder, pairs, rate)
         except Rebinding as more:  # a setting that no step of the rehearsal changed, such as a maximum
             before.undo()
-            self._changing.append(more.setting)
+            self._follow([more.setting])
             return self._record(recorder, pairs, rate)
         recorder.python.updates(self.optimizer, [value.value.node for value in values])
         return [*values, *self._reads]  # a step that uses no learning rate holds to its settings, too
@@ -267,24 +287,31 @@ class FromClass(FromTorch):
         recorder = current.recording()
         assert isinstance(recorder, Recorder)
         rates = [self._rate(recorder, number) for number in range(len(self.optimizer.param_groups))]
-        begun = [kept[_BEGUN] for kept in slots if _BEGUN in kept]
+        places = [self._place_of(target) for target in self._targets]
+        flagged = [(place, kept[_BEGUN]) for place, kept in zip(places, slots, strict=True) if _BEGUN in kept]
         later = partial(self._stepped, recorder, ws, grads, slots, rates)
-        if not begun:
+        if not flagged:
             return later()
-        if len(begun) > 1:
-            flags = torch.stack(begun)
-            recorder.guard(flags.all() == flags.any(), True, raises=(
-                f"{self._label}.step(): its first step is another one than those after it, and some Parameters of this "
-                "recorded step have taken it and others have not: record a step of the same Parameters"
-            ))  # fmt: skip
-        found: list[tuple[torch.Tensor, Kept]] = cond(begun[0], later, partial(later, is_first=True))
+        unbegun = [(place, flag) for place, flag in flagged if not self._has_begun(place)] or flagged
+        lacks = (
+            f"{self._label}.step(): its first step is another one than those after it, and some Parameters of this run "
+            "have taken it that had not when the step was recorded, or the other way round: record the step again"
+        )
+        if older := [flag for place, flag in flagged if all(place is not other for other, _ in unbegun)]:
+            recorder.guard(torch.stack(older).all(), True, lacks=lacks)
+        flags = torch.stack([flag for _, flag in unbegun])
+        recorder.guard(flags.all() == flags.any(), True, lacks=lacks)
+        first = frozenset(place for place, _ in unbegun)
+        found: list[tuple[torch.Tensor, Kept]] = cond(flags.all(), later, partial(later, first=first))
         return found
 
     def _stepped(
         self, recorder: Recorder, ws: Sequence[torch.Tensor], grads: Sequence[Any], slots: Sequence[Kept],
-        rates: Sequence[torch.Tensor], *, is_first: bool = False,
+        rates: Sequence[torch.Tensor], *, first: Collection[torch.Tensor] = (),
     ) -> list[tuple[torch.Tensor, Kept]]:  # fmt: skip
-        """The user's ``step``, recorded: new values of Parameters and slots."""
+        """The user's ``step``, recorded: new values of Parameters and slots. first: Parameters that take their first
+        step.
+        """
         stands: dict[torch.Tensor, torch.Tensor] = {}
         state: dict[torch.Tensor, Any] = {}
         places = {known(parameter): parameter for parameter, _ in self._places()}
@@ -293,7 +320,7 @@ class FromClass(FromTorch):
                 place = places[target]
                 stands[place] = mine = w.clone()
                 recorder.autograd.set_grad(mine, grad)
-                state[mine] = made(self._given_entries(place, kept, is_first=is_first))
+                state[mine] = made(self._given_entries(place, kept, is_first=place in first))
             groups = standing(self.optimizer.param_groups, stands)
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
@@ -302,7 +329,7 @@ class FromClass(FromTorch):
             owners: dict[Any, dict[str, Any]] = {None: idle.__dict__, **dict(enumerate(groups))}
             for where, name in self._changing:
                 value = slots[0][_label_of((where, name))].clone()
-                owners[where][name] = as_number(value) if value.dtype in _OF_NUMBERS and not value.dim() else value
+                owners[where][name] = value if self._changing[where, name] else as_number(value)
             inner = InnerSteps(recorder, self.optimizer, idle, groups, stands, slots)
             before = {where: dict(owner) for where, owner in owners.items()}
             with sealed(recorder, self._refuse), NumberMode():
@@ -435,6 +462,3 @@ _NO_SETTINGS = {
 def _label_of(setting: Setting) -> str:
     where, name = setting
     return f"self.{name}" if where is None else f"group_{where}.{name}"
-
-
-_OF_NUMBERS = {torch.float64, torch.bool}  # dtypes of Python's numbers

@@ -259,11 +259,17 @@ class FromTorch(Optimizer):
 
         The flag is the runs' own as long as the state holds what was put there for them.
         """
+        if current.recording() is None:
+            self._first[parameter][flag].fill_(self._has_begun(parameter))
+        return self._first[parameter][flag]
+
+    def _has_begun(self, parameter: torch.Tensor) -> bool:
+        """Whether a Parameter has taken its first step, in a run or in plain torch."""
         first, state = self._first[parameter], self.optimizer.state.get(parameter, {})
         entries = [(state.get(name), first[name]) for name in self._begun_by_step(parameter)]
-        if current.recording() is None and any(now is not mine for now, mine in entries):
-            first[flag].fill_(all(now is not None for now, _ in entries))
-        return first[flag]
+        if any(now is not mine for now, mine in entries):
+            return all(now is not None for now, _ in entries)
+        return bool(first[self._flag])
 
     def _begun_by_step(self, parameter: torch.Tensor) -> set[str]:
         """The entries of the state that its first step makes."""
