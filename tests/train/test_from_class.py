@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import tfnb
-from tfnb.errors import FailedPrecondition, InvalidArgument, Unsupported
+from tfnb.errors import BranchChanged, FailedPrecondition, InvalidArgument, Unsupported
 
 
 class Lion(torch.optim.Optimizer):
@@ -933,3 +933,95 @@ def test_the_first_graph_holds_to_its_settings_after_another_recording() -> None
     tfnb.run(second, {y: batches()[1]})
     with pytest.raises(FailedPrecondition, match=r"weight_decay was 0\.1, and is 0\.2 now"):
         tfnb.run(first, {x: batches()[1]})
+
+
+class Greatest(Ruled):
+    """A setting that no step of the rehearsal binds anew, as its value is large; a step of a run does."""
+
+    def set_up(self, params: list[Any]) -> None:
+        self.greatest = 10.0
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        norm = p.grad.abs().max()
+        if norm > self.greatest:
+            self.greatest = norm
+        p.sub_(p.grad * group["lr"] / self.greatest)
+
+
+class LaterNone(Ruled):
+    """An entry that begins as None."""
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        if not kept:
+            kept["before"] = None
+        if kept["before"] is None:
+            kept["before"] = p.grad.clone()
+        p.sub_((p.grad + kept["before"]) * group["lr"])
+        kept["before"] = p.grad.clone()
+
+
+class CountsByGroup(Ruled):
+    def set_up(self, params: list[Any]) -> None:
+        for group in self.param_groups:
+            group["t"], group["before"] = 0, 0
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        group["before"] = group["t"]
+        group["t"] += 1
+        p.sub_(p.grad * group["lr"] / (group["before"] + 1) / group["t"])
+
+
+LATER = [
+    (kind, how) for how in ("unfrozen", "added")
+    for kind in (*OWN_FIRST, MadeInPart, CountsInItself, CountsByGroup, Greatest, LaterNone)
+    if (kind, how) != (MadeInPart, "added")  # plain PyTorch raises KeyError
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "how"), LATER)
+def test_parameters_that_come_later_take_their_first_step_then(kind: Any, how: str) -> None:
+    torch.manual_seed(1)
+    nets = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimizers = [kind((net if how == "unfrozen" else net[0]).parameters()) for net in nets]
+    for net in nets if how == "unfrozen" else ():
+        net[0].requires_grad_(False)
+    for turn in range(2):
+        if turn:
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                if how == "unfrozen":
+                    net[0].requires_grad_(True)
+                else:
+                    optimizer.add_param_group({"params": net[2].parameters(), "t": 0, "before": 0})
+        with tfnb.record():
+            x = tfnb.placeholder(batches()[0])
+            always(nets[1], optimizers[1], x, torch.tensor(1.0))
+            step = tfnb.effects()
+        for number, batch in enumerate(batches()):
+            tfnb.run(step, {x: batch * 10**number})
+            always(nets[0], optimizers[0], batch * 10**number, torch.tensor(1.0))
+            assert_same(nets[1], nets[0])
+
+
+def test_a_step_that_returns_early_raises_in_a_run_that_would_not() -> None:
+    class EveryOther(Rule):
+        @torch.no_grad()
+        def step(self) -> None:
+            self.count += 1
+            if self.count % 2:
+                return
+            super().step()
+
+        def rule(self, p: Any, group: Any) -> None:
+            p.sub_(p.grad, alpha=group["lr"])
+
+    net, optimizer = made(EveryOther)
+    with pytest.warns(UserWarning, match="Python took the True branch"), tfnb.record():
+        x = tfnb.placeholder(batches()[0])
+        net(x).sum().backward()
+        step = optimizer.step()
+    before = net[0].weight.detach().clone()
+    tfnb.run(step, {x: batches()[1]})
+    assert torch.equal(net[0].weight, before) and optimizer.count == 1
+    with pytest.raises(BranchChanged, match=r"if self\.count % 2.*recorded with True"):
+        tfnb.run(step, {x: batches()[1]})
