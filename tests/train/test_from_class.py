@@ -890,6 +890,7 @@ class Constants(Ruled):
         p.sub_(grad * self.scale.factor * self.large[3])
 
 
+@pytest.mark.filterwarnings("ignore:a tensor that .* reads has other values:UserWarning")
 @pytest.mark.parametrize(
     "change",
     [
