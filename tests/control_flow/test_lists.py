@@ -334,3 +334,20 @@ def test_how_many_iterations_a_run_took_is_known_by_a_list_alone(is_taken: bool)
         session.run(k, {n: iterations, x: value}).tolist() for iterations, value in ((5, 1.0), (0, 1.0), (3, -1.0))
     ]
     assert found == [5, 0, 0]
+
+
+def test_a_value_whose_name_the_loop_sets_first_is_appended_and_read_below() -> None:
+    def running(x: torch.Tensor) -> Any:
+        total, out = torch.zeros(3), []
+        for t in range(x.shape[0]):
+            total = total + x[t]
+            value = torch.tanh(total)
+            out.append(value)
+        return torch.stack(out), value
+
+    with tfnb.record():
+        x = tfnb.placeholder(torch.randn(5, 3))
+        found = tfnb.autograph(running)(x)
+    data = torch.randn(8, 3)
+    for mine, theirs in zip(tfnb.run(list(found), {x: data}), running(data), strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -203,6 +203,36 @@ def test_a_step_that_is_stopped_at_any_move_has_written_nothing() -> None:
     assert versions == [variable.writes.value for variable in made.graph.variables]
 
 
+def test_what_is_watched_of_the_update_is_that_of_the_whole_step() -> None:
+    x0 = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def watched(**options: Any) -> dict[str, float]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with tfnb.record():
+            x = tfnb.placeholder(x0)
+            loss = (net(x) - x).square().mean()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            largest = net[0].weight.grad.abs().max()
+            optimizer.step()
+            after = net[1].weight.norm()
+            step = tfnb.effects()
+        found = tfnb.fit(
+            step,
+            {x: x0},
+            batch_size=12,
+            watch={"loss": loss, "norm": norm, "largest": largest, "after": after},
+            **options,
+        )
+        return {name: value for name, value in found.history[-1].items() if name not in ("epoch", "step")}
+
+    wanted = watched()
+    for options in ({"microbatches": 3}, {"microbatches": 3, "memory_budget": "1MB"}, {"memory_budget": "1MB"}):
+        assert watched(**options) == pytest.approx(wanted, rel=1e-12)
+
+
 def test_a_budget_below_the_largest_task_names_it_and_the_least_that_works() -> None:
     made = Training()
     with pytest.raises(ResourceExhausted, match=r"largest task, (update|backward) of pack \d") as raised:

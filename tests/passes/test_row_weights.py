@@ -168,6 +168,31 @@ def test_rows_of_a_table_are_weighted_too() -> None:
     torch.testing.assert_close(trained(microbatches=3), trained(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("how", [{"microbatches": 3}, {"microbatches": 3, "exact": False}])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW, torch.optim.SparseAdam])
+@pytest.mark.parametrize("name", ["ignored", "weights", "masked"])
+@pytest.mark.filterwarnings("ignore:.*no mean over rows:UserWarning")
+def test_rows_that_an_optimizer_of_torch_takes_of_a_table_are_weighted_too(name: str, kind: Any, how: Any) -> None:
+    def trained(**options: Any) -> torch.Tensor:
+        torch.manual_seed(2)
+        table, rows = nn.Embedding(5, 4, sparse=kind is torch.optim.SparseAdam, dtype=torch.float64), data()
+        optimizer = kind(table.parameters(), lr=0.1)
+        targets = torch.where(torch.arange(len(rows["z"])) % 3 > 0, -100, rows["z"]) if name == "ignored" else rows["z"]
+        with tfnb.record("table"):
+            y, z = tfnb.placeholder(rows["y"][:4]), tfnb.placeholder(targets[:4])
+            if name == "masked":
+                losses = F.cross_entropy(table(y), z, reduction="none")
+                loss = (losses * (y > 1)).sum() / (y > 1).sum().clamp(min=1)
+            else:
+                loss = F.cross_entropy(table(y), z, torch.arange(1.0, 5.0).double() if name == "weights" else None)
+            loss.backward()
+            step = optimizer.step()
+        tfnb.fit(step, {y: rows["y"], z: targets}, batch_size=BATCH, epochs=2, shuffle=False, **options)
+        return table.weight.detach().clone()
+
+    torch.testing.assert_close(trained(**how), trained(), rtol=1e-12, atol=1e-12)
+
+
 PARTS: dict[str, Callable[..., Any]] = {
     "mean": lambda r, k, w: r.mean(), "masked": lambda r, k, w: (r * k).sum() / k.sum(),
     "clamped": lambda r, k, w: (r * k).sum() / k.sum().clamp(min=1), "picked": lambda r, k, w: r[k].mean(),

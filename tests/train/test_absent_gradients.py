@@ -216,3 +216,124 @@ def test_where_every_run_has_the_gradient_the_update_stands_in_no_branch() -> No
     assert step.graph is graph
     updates = [node for node in graph.nodes if node.op == "tfnb.adam.default"]
     assert len(updates) == 4  # of the first two layers; those of the third stand in branches
+
+
+def metric(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    h, seen = torch.zeros(3), torch.zeros(())
+    for t in range(x.shape[0]):
+        h = torch.tanh(h + x[t] * b)
+        seen = seen + (x[t] * w).sum()
+    return h.sum()
+
+
+def teacher(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(())
+    for t in range(x.shape[0]):
+        with torch.no_grad():
+            target = x[t] * w
+        total = total + (x[t] * b - target).pow(2).sum()
+    return total
+
+
+def halting(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    total, i = torch.zeros(3), 0
+    while i < x.shape[0] and (x[i] * w).sum() < 3:
+        total = total + x[i] * b
+        i += 1
+    return total.sum()
+
+
+def gate(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    h = torch.zeros(3)
+    for t in range(x.shape[0]):
+        h = torch.tanh(h + x[t] * b) * (x[t] * w > 0)
+    return h.sum()
+
+
+def detached(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:  # noqa: SIM108 - a statement is staged
+        h = (x * b - (x * w).detach()).pow(2)
+    else:
+        h = x * b
+    return h.sum()
+
+
+def decides(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        if (x * w).sum() > 0:  # noqa: SIM108
+            h = x * b
+        else:
+            h = x * b * 2
+    else:
+        h = x * b * 3
+    return h.sum()
+
+
+def carried(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The weight reaches the loss by way of another value that the loop carries."""
+    h, other = torch.zeros(3), torch.zeros(3)
+    for t in range(x.shape[0]):
+        h = torch.tanh(h * b + other)
+        other = x[t] * w
+    return h.sum()
+
+
+def rows(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out, h = [], torch.zeros(3)
+    for t in range(x.shape[0]):
+        h = torch.tanh(h + x[t] * b)
+        out.append(x[t] * w)
+    return h.sum() + 0 * torch.stack(out).detach().sum()
+
+
+@pytest.mark.parametrize("loss_of", [metric, teacher, halting, gate, detached, decides, carried, rows])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_loop_or_branch_that_passes_a_parameter_no_gradient_leaves_it(loss_of: Any, kind: Any) -> None:
+    data = torch.linspace(-1, 1.3, 15).view(5, 3)
+    settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    ends, losses, absent = [], [], []
+    for is_recorded in (False, True):
+        w, b = nn.Parameter(torch.tensor([1.5, -0.4, 2.2])), nn.Parameter(torch.ones(3))
+        optimizer = kind([w, b], lr=0.1, weight_decay=0.5, **settings)
+        found = []
+        if is_recorded:
+            with tfnb.record():
+                x = tfnb.placeholder(data)
+                loss = tfnb.autograph(loss_of)(x, w, b)
+                absent.append(torch.autograd.grad(loss, w, allow_unused=True, retain_graph=True)[0] is None)
+                loss.backward()
+                absent.append(w.grad is None)
+                step = optimizer.step()
+            found = [tfnb.run([step, loss], {x: data * scale})[1] for scale in (1.0, 2.0, 0.5)]
+        else:
+            for scale in (1.0, 2.0, 0.5):
+                optimizer.zero_grad()
+                loss = loss_of(data * scale, w, b)
+                loss.backward()
+                optimizer.step()
+                absent = [w.grad is None] * 2
+                found.append(loss.detach())
+            absent = [*absent]
+        ends.append((w.detach(), b.detach()))
+        losses.append(torch.stack(found))
+    assert absent[:2] == absent[2:]
+    torch.testing.assert_close(ends[1], ends[0])
+    torch.testing.assert_close(losses[1], losses[0])
+
+
+FLAT = {
+    "round": torch.round, "sign": torch.sign, "floor": torch.floor, "ceil": torch.ceil, "trunc": torch.trunc,
+    "pow": lambda w: w**0, "bernoulli": lambda w: torch.bernoulli(w.sigmoid()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_ops_that_are_flat_give_zeros_and_no_absent_gradient(name: str) -> None:
+    w = nn.Parameter(torch.tensor([1.5, -0.4, 2.2]))
+    optimizer = torch.optim.AdamW([w], lr=0.1, weight_decay=0.5)
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(3), shape=(3,))
+        (FLAT[name](w) * x).sum().backward()
+        step = optimizer.step()
+    tfnb.run(step, {x: torch.ones(3)})
+    torch.testing.assert_close(w.detach(), torch.tensor([1.5, -0.4, 2.2]) * 0.95)

@@ -732,3 +732,25 @@ def test_a_buffer_that_no_run_has_begun_does_not_damp_the_first_eager_step(first
             program(net, optimizer, row)
     for mine, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def test_rprop_begins_the_step_size_of_complex_parameters_as_torch_does() -> None:
+    ends = []
+    for is_recorded in (False, True):
+        w = nn.Parameter(torch.tensor([1.0 + 1.0j], dtype=torch.complex128))
+        optimizer = torch.optim.Rprop([w], lr=0.05)
+        x = torch.tensor([2.0 - 1.0j], dtype=torch.complex128)
+        if is_recorded:
+            with tfnb.record():
+                fed = tfnb.placeholder(x)
+                (w - fed).abs().square().sum().backward()
+                step = optimizer.step()
+        for _ in range(4):
+            if is_recorded:
+                tfnb.run(step, {fed: x})
+            else:
+                optimizer.zero_grad()
+                (w - x).abs().square().sum().backward()
+                optimizer.step()
+        ends.append(w.detach())
+    torch.testing.assert_close(ends[1], ends[0])

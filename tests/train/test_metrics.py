@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tfnb.fitting.fit_loop import RunResult
 from tfnb.state.step_groups import StepReport
 from tfnb.train.metrics import AT_ONCE, POINTS, Metrics
 
@@ -47,8 +48,19 @@ def test_steps_of_several_epochs_come_in_any_order():
     metrics.add(6, StepReport((3,), (3,)))
     metrics.read()
     assert metrics.history == [
-        {"epoch": 1, "step": 3, "a": 2.0}, {"epoch": 2, "step": 4, "a": 7.0}, {"epoch": 3, "step": 6, "a": 0.5},
+        {"epoch": 1, "step": 3, "a": 2.0, "unknown": 0}, {"epoch": 2, "step": 4, "a": 7.0, "unknown": 0},
+        {"epoch": 3, "step": 6, "a": 0.5, "unknown": 1},
     ]  # fmt: skip
+
+
+def test_values_that_nobody_knows_are_nan_by_name_and_told_in_the_summary():
+    metrics = Metrics(["a"])
+    lost = StepReport((1, 1), (3, 3))
+    assert math.isnan(next(lost.one_by_one()).named(["a"])["a"])
+    metrics.add(2, lost)
+    assert "unknown" in metrics.history[0] and math.isnan(metrics.history[0]["a"])
+    assert "watched values of 2 steps were lost" in RunResult(2, metrics.history, 1.0).summary
+    assert Metrics([]).history == []
 
 
 @pytest.mark.parametrize("steps", [1, POINTS, POINTS + 1, 2 * AT_ONCE + 7, 4 * POINTS + 3])

@@ -324,7 +324,9 @@ class PackStep:
             commit(pending)
             made = {DeviceItem(Role.BORDER, value, task.micro): _own(values[value]) for value in cut.gives}
             for value in cut.fetched:
-                if value in self.of.totals.values() or self.of.weigh(value).total is not None:
+                if cut.phase is Phase.UPDATE:  # once for all microbatches
+                    done.fetched[value] = _own(values[value])
+                elif value in self.of.totals.values() or self.of.weigh(value).total is not None:
                     done.told.setdefault(value, []).append(_own(values[value]))
                 else:
                     mean = done.fetched.setdefault(value, _zeros(values[value]))

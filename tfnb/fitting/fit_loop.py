@@ -80,11 +80,12 @@ class RunResult:
     """The result of `fit`: numbers of steps and seconds, and the watched values.
 
     ``history`` has one entry for each epoch (pass over the data), also one that was cut short: ``epoch``, ``step`` (the
-    last one of it), and for each watched value its mean over the epoch, weighted by rows. ``curve`` has them along the
-    way: means over equal numbers of steps, at most 400 points. ``code``: which code ran the steps here at the end, why,
-    and what compiling it cost. ``memory``: with a memory budget, the memory plan of the step with the largest batch, as
-    text. ``stopped``: why it ended before all steps were taken; empty if they were. ``checkpoint``: the last file that
-    was written of it.
+    last one of it), and for each watched value its mean over the epoch, weighted by rows; on a cluster ``unknown``, if
+    a task or server was lost before it told the values of so many steps: the means are those of the others. ``curve``
+    has them along the way: means over equal numbers of steps, at most 400 points. ``code``: which code ran the steps
+    here at the end, why, and what compiling it cost. ``memory``: with a memory budget, the memory plan of the step with
+    the largest batch, as text. ``stopped``: why it ended before all steps were taken; empty if they were.
+    ``checkpoint``: the last file that was written of it.
     """
 
     steps: int
@@ -100,7 +101,9 @@ class RunResult:
     def summary(self) -> str:
         """How many steps in how many seconds."""
         rate = f", {number(self.steps / self.seconds)} steps/s" if self.seconds else ""
-        return f"{self.steps} steps in {self.seconds:.2f} s{rate}{'; ' if self.stopped else ''}{self.stopped}"
+        unknown = sum(entry.get("unknown", 0) for entry in self.history)
+        lost = f"watched values of {unknown} steps were lost with a task or server, the steps count" if unknown else ""
+        return "; ".join(filter(None, [f"{self.steps} steps in {self.seconds:.2f} s{rate}", lost, self.stopped]))
 
     def __repr__(self) -> str:
         lines = [self.summary, *filter(None, [self.memory])]
@@ -515,7 +518,7 @@ class _Run:
         if self.callbacks.follow_steps:
             for one in told.one_by_one():
                 self._count(one)
-                named = dict(zip(self._metrics.names, (value.reshape(()) for value in one.values), strict=False))
+                named = one.named(self._metrics.names)
                 progress = Progress(self.step, one.epochs[0], named, self._counted.samples)
                 progress.again = any(number in self._taken_back for number in one.numbers)
                 self._heed(self.callbacks.on_step(progress))

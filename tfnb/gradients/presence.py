@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import torch
 
-from tfnb.gradients.walker import Walk, ways
+from tfnb.gradients.paths import conducted, ways
+from tfnb.gradients.walker import Walk
 from tfnb.graph import Node, Ref, Spec, Subgraph, Value
 from tfnb.graph.ops import COND, WHILE
 from tfnb.recording.subgraphs.capture import AGAIN, append
@@ -51,15 +52,27 @@ class _Paths:
             outs = [found.get(node.value(i)) for i in range(len(node.outputs)) if node.value(i) in reached]
             if all(each is None for each in outs):
                 continue
-            own = either(outs)
-            entries = {value: own for value in ways(node) if value in reached}
             if node.op == COND:
                 entries = self._branch(node, found, reached)
             elif node.op == WHILE:
+                entries = self._entries(node, found, reached)
                 entries |= self._loop(node, entries)
+            else:
+                entries = dict.fromkeys((value for value in ways(node) if value in reached), either(outs))
             for value, presence in entries.items():
                 found[value] = either([found.get(value), presence])
         return found
+
+    def _entries(
+        self, node: Node, found: Mapping[Value, Presence], reached: set[Value]
+    ) -> dict[Value, Presence]:  # fmt: skip
+        """The presence of a loop's inputs: that of the outputs to which each conducts."""
+        entries: dict[Value, Presence] = {}
+        for i, value in enumerate(ways(node)):
+            if value in reached:
+                outs = [found.get(node.value(out)) for out in sorted(conducted(node, frozenset((i,))))]
+                entries[value] = either([entries.get(value), *outs])
+        return {value: presence for value, presence in entries.items() if presence is not None}
 
     def _loop(self, node: Node, entries: Mapping[Value, Presence]) -> dict[Value, Presence]:
         """The captures of a loop that a run may not enter; the values that it carries go past it, too."""

@@ -19,12 +19,12 @@ from tfnb.errors import InvalidArgument, NoGradient, ShapeError, Unsupported, en
 from tfnb.gradients.arguments import differentiable, entries_of, listed, seed
 from tfnb.gradients.decompose import decomposition
 from tfnb.gradients.derived import derived_rule, has_formula
+from tfnb.gradients.paths import conducted, has_own_rule, ways
 from tfnb.gradients.rule_table import (
     COLUMNS,
     COMPLEX,
     COMPOSITES,
     LOOKUPS,
-    NOGRAD,
     PASSES,
     READS,
     RULES,
@@ -228,9 +228,9 @@ class Walk:
     def reach(self, nodes: Iterable[Node]) -> None:
         """Mark every value that depends on the targets through ops that conduct."""
         for node in nodes:
-            if any(v in self.reached for v in ways(node)):
-                outs = (node.value(i) for i, spec in enumerate(node.outputs[: _conducting(node)]) if flows(spec.dtype))
-                self.reached.update(v for v in outs if v not in self.stop)
+            active = frozenset(i for i, value in enumerate(ways(node)) if value in self.reached)
+            if active:
+                self.reached.update({node.value(i) for i in conducted(node, active)} - self.stop)
                 if node.inputs[0] in self.tables and node.value() not in self.hooks and self._keeps_rows(node):
                     self.tables.add(node.value())
 
@@ -244,8 +244,11 @@ class Walk:
         return None if value in self.stop else self.total(value)
 
     def _node(self, node: Node, dys: list[Any]) -> None:
-        found = ways(node)
-        needed = [i < len(found) and v in self.reached for i, v in enumerate(node.inputs)]
+        count, given = len(ways(node)), {i for i, dy in enumerate(dys) if dy is not None}
+        needed = [
+            i < count and v in self.reached and not given.isdisjoint(conducted(node, frozenset((i,))))
+            for i, v in enumerate(node.inputs)
+        ]
         if not any(needed):
             return
         with ExitStack() as stack:
@@ -266,7 +269,7 @@ class Walk:
         if "no_grad" in node.tags:
             return [dys[0], *([None] * (len(node.inputs) - 1))]
         is_read = node.op in READS or node.inputs[0] in self.tables
-        if needed[0] and is_read and not _has_own_rule(node):
+        if needed[0] and is_read and not has_own_rule(node):
             rows = self._rows(node, dys[0], needed)
             if rows is not None:
                 return [rows, *([None] * (len(node.inputs) - 1))]
@@ -283,7 +286,7 @@ class Walk:
 
     def _rules(self, node: Node, dys: list[Any]) -> Iterator[Rule]:
         """The rules to try for a node: its own alone, or its op's, then autograd's formula."""
-        if _has_own_rule(node):
+        if has_own_rule(node):
             yield self._own_rule(node)
             return
         found = RULES.get(node.op)
@@ -307,7 +310,7 @@ class Walk:
 
     def _keeps_rows(self, node: Node) -> bool:
         """Whether rows of the output are rows of the first input, so that a row-sparse cotangent passes through."""
-        if _has_own_rule(node):
+        if has_own_rule(node):
             return False
         if node.op in LOOKUPS:  # one row alone has no axis of rows
             return len(node.outputs[0].shape) >= len(self._spec(node.inputs[0]).shape)
@@ -417,7 +420,7 @@ class Walk:
             return dx
         if got.dtype.is_complex and not spec.dtype.is_complex:
             dx = dx.real  # what moves a real input is the real part
-        rule = self._own_rule(node) if _has_own_rule(node) else RULES.get(node.op)
+        rule = self._own_rule(node) if has_own_rule(node) else RULES.get(node.op)
         dims, keep = _broadcast(got.shape, spec.shape, node, rule, self._hint)
         if dims:
             dx = dx.sum(dims)
@@ -449,27 +452,9 @@ def hooked(dx: torch.Tensor, hooks: Iterable[Hook]) -> torch.Tensor:
     return dx
 
 
-def _has_own_rule(node: Node) -> bool:
-    """Whether the node's gradient is not that of its op."""
-    return node.op == WITH_GRADIENT or "override" in node.tags
-
-
 def _axis(node: Node) -> int:
     """The ``dim`` of a view of one input, from the front."""
     return node.attrs.get("dim", 0) % max(len(node.outputs[0].shape) + (node.op == "aten.select.int"), 1)
-
-
-def ways(node: Node) -> tuple[Value, ...]:
-    """The inputs that a gradient may reach.
-
-    None through ops declared so, optimizer updates and what was recorded with grad mode off; but a write in place with
-    grad mode off passes the gradient straight to what was there before, as torch does.
-    """
-    if "no_grad" in node.tags:
-        return node.inputs[:1] if "in_place" in node.tags else ()
-    if _has_own_rule(node):
-        return node.inputs[: len(node.attrs["args"])] if node.op == WITH_GRADIENT else node.inputs
-    return () if node.op in NOGRAD or "update" in node.tags else node.inputs
 
 
 def _behind_steps(nodes: Iterable[Node]) -> dict[Value, Node]:
@@ -499,12 +484,6 @@ def _behind_a_step(node: Node) -> Unsupported:
         "compute it below the loop or branch, where the Parameters have the values of the step",
         node=node.name,
     )
-
-
-def _conducting(node: Node) -> int | None:
-    """Number of outputs that carry gradients: outputs saved for the gradient alone carry none, as in torch."""
-    rule = RULES.get(node.op)
-    return rule.outputs if rule is not None and rule.saves else None
 
 
 def _broadcast(

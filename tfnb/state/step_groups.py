@@ -59,6 +59,11 @@ class StepReport(NamedTuple):
         values = tuple(value.reshape(-1)[start:stop] for value in self.values)
         return StepReport(self.epochs[start:stop], self.rows[start:stop], values, self.numbers[start:stop])
 
+    def named(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The values of one step by name, 0-d; NaN where nobody knows them."""
+        values = self.values or (torch.full((), torch.nan),) * len(names)
+        return dict(zip(names, (value.reshape(()) for value in values), strict=False))
+
     def one_by_one(self) -> Iterator[StepReport]:
         """Each step by itself."""
         return (self.part(at, at + 1) for at in range(len(self.epochs)))

@@ -15,8 +15,8 @@ class Progress:
     """Where a training stands. ``step`` and ``epoch`` count from 1; ``samples``: rows of all steps of this call.
 
     ``again``: on a cluster, whether this step was told of before a lost server took it back.
-    ``values``: after a step the watched values of it, 0-d tensors; after an epoch their means over it, and those over
-    the validation data as ``val_...``, floats.
+    ``values``: after a step the watched values of it, 0-d tensors (NaN where a lost task told none); after an epoch
+    their means over it, and those over the validation data as ``val_...``, floats.
 
     Here a callback hears of each step before the next one begins. The tasks of a cluster do not wait for it: it hears
     of their steps in groups, up to half a second late, and what it changes counts for steps that no task has

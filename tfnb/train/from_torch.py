@@ -243,7 +243,8 @@ class FromTorch(Optimizer):
         """Let a slot begin with the rate of now: torch makes it at the first step that has a gradient."""
         number = next(i for p, i in self._places() if p is parameter)
         with torch.no_grad():
-            slot.fill_(float(self.optimizer.param_groups[number]["lr"]))
+            rate = float(self.optimizer.param_groups[number]["lr"])
+            slot.fill_(complex(rate, rate) if slot.is_complex() else rate)
 
     def _as_tensor(self, state: dict[str, Any], name: str) -> torch.Tensor:
         """An entry of a state as a tensor; the count of SparseAdam is a number until a graph needs it."""

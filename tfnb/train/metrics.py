@@ -6,6 +6,7 @@ Reading many at once waits for a device once. Imports step_groups.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import reduce
 from operator import add, mul
@@ -43,6 +44,7 @@ class Metrics:
         self._fresh: list[tuple[int, StepReport]] = []  # that have values, each with its first step
         self._unread = 0  # steps of them
         self._ends: dict[int, int] = {}  # of each epoch its last step so far
+        self._unknown: Counter[int] = Counter()  # of each epoch the steps whose values nobody knows
         self._totals: dict[int, list[float]] = {}  # of each epoch the rows, and for each name the sum over them
         self._windows: list[tuple[int, int, list[float]]] = []  # last step, steps, sums
         self._width = 1
@@ -57,6 +59,8 @@ class Metrics:
             self._unread += len(told.epochs)
             if self._unread >= AT_ONCE:
                 self.read()
+        elif self.names:
+            self._unknown.update(told.epochs)
 
     def read(self) -> None:
         """Convert the added values to numbers."""
@@ -92,8 +96,9 @@ class Metrics:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """For each epoch its last step, and the means over its values read."""
-        return [{"epoch": epoch, "step": step, **self.means_of(epoch)} for epoch, step in sorted(self._ends.items())]
+        """For each epoch its last step, the means over its values read, and how many steps have none, if any has."""
+        found = [{"epoch": epoch, "step": step, **self.means_of(epoch)} for epoch, step in sorted(self._ends.items())]
+        return [{**entry, "unknown": self._unknown[entry["epoch"]]} if self._unknown else entry for entry in found]
 
     def curve(self) -> list[dict[str, Any]]:
         """Means over windows of equal width."""

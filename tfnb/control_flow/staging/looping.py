@@ -420,7 +420,9 @@ class _Attempt:
         stage.finish(carried, result.carried[count:], result.iterations)
         if stage.growth.lists:
             stage.growth.finish(
-                result.rows, st.place, lambda rows, bases: stage.aliases.share_elements(st, rows, bases, carried)
+                result.rows,
+                st.place,
+                lambda rows, bases: stage.aliases.share_elements(st, rows, bases, result.carried[self.head :]),
             )
 
     def _condition(self, *carried: object) -> list[Any]:

@@ -10,8 +10,10 @@ from tfnb.gradients.rule_table import Forward, nograd, overloads, partials, rule
 
 aten = torch.ops.aten
 
-for _name in ("ceil", "floor", "floor_divide", "round", "sign", "trunc"):
-    nograd(*overloads(_name))
+nograd(*overloads("floor_divide"))
+for _name in ("ceil", "floor", "round", "sign", "trunc"):  # zeros, as in torch: weight decay and momentum go on
+    for _op in overloads(_name):
+        partials(_op, lambda n, dy: torch.zeros_like(dy))
 
 # -- functions of one variable ------------------------------------------------------------------------------
 
@@ -49,7 +51,7 @@ partials(aten.div.Tensor, lambda n, dy: dy / n["other"], lambda n, dy: -dy * (n.
 def _(n: Forward, dy: torch.Tensor) -> Any:
     x, exponent = n["self"], n["exponent"]
     if exponent == 0:
-        return (None,)
+        return (torch.zeros_like(dy),)
     if exponent == 2:
         return (dy * (2 * x),)
     return (dy * (exponent * x.pow(exponent - 1)),)

@@ -1,10 +1,10 @@
-"""Ops that draw numbers or make tensors from nothing: no gradient flows through them."""
+"""Ops that draw numbers or make tensors from nothing: no gradient flows through them, or zeros."""
 
 from __future__ import annotations
 
 import torch
 
-from tfnb.gradients.rule_table import nograd, overloads
+from tfnb.gradients.rule_table import nograd, overloads, partials
 from tfnb.graph.ops import QUEUES
 
 aten = torch.ops.aten
@@ -20,8 +20,12 @@ _MADE = (
     "tril_indices triu_indices hann_window hamming_window bartlett_window blackman_window kaiser_window"
 )
 
+_ZEROS = (aten.bernoulli.default, aten.poisson.default)  # of their probabilities and rates, as in torch
+
 for _name in (*_DRAWN.split(), *_MADE.split()):
-    nograd(*(op for op in overloads(_name) if op is not aten.fill.Tensor))
+    nograd(*(op for op in overloads(_name) if op not in (aten.fill.Tensor, *_ZEROS)))
+for _op in _ZEROS:
+    partials(_op, lambda n, dy: torch.zeros_like(dy))
 
 nograd(
     aten.detach.default, aten.detach_copy.default, aten._local_scalar_dense.default, aten.sym_size.int,

@@ -243,6 +243,10 @@ class _Weighing:
                 mixed.append(Reason("weights", by_id[d.ys[-1].node]))
             is_one = len(known) == 1 and all(isinstance(one, Weight) for one in each)
             gradients |= dict.fromkeys(d.nodes, *known) if is_one else dict.fromkeys(d.nodes, ROWS)
+        for node in step.whole.nodes:  # an optimizer takes a derivative of a table by rows
+            if "gradient" in node.tags and node.id not in gradients:
+                of = next((gradients[value.node] for value in node.inputs if value.node in gradients), None)
+                gradients |= {} if of is None else {node.id: of}
         ends = {v: state.resolved(v) for v in fetched if self._is_number(v)}
         refused |= {value: one for value in ends.values() if isinstance(one := weight(value), Reason)}
         values = {value: self._known(value, found) for value in self.states if self._is_number(value)}
