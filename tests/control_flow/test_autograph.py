@@ -415,3 +415,52 @@ def test_rows_of_a_placeholder_are_not_noted() -> None:
         x = tfnb.placeholder(torch.ones(4, 2), name="x")
         columns(x)
     assert g.notes == ()
+
+
+def _helper_with_the_loops_name(x: torch.Tensor) -> Any:
+    act = lambda z: torch.relu(z * 2)  # noqa: E731
+
+    def shifted(k: Any) -> Any:
+        return k + 1
+
+    total = torch.zeros(3)
+    for row in x:
+        z = act(row)
+        k = shifted(z)
+        total = total + z * k
+    z = total / x.shape[0]
+    return total, z
+
+
+def _bound_above_too(x: torch.Tensor) -> Any:
+    act = lambda z: z * 2  # noqa: E731
+    z = torch.ones(3)
+    for row in x:
+        z = z + act(row)
+    return (z,)
+
+
+def _named_handler(x: torch.Tensor) -> Any:
+    total, told = torch.zeros(3), ""
+    for row in x:
+        try:
+            total = total + torch.linalg.solve(row.outer(row) + torch.eye(3), row)
+        except RuntimeError as error:
+            told = str(error)
+            total = total - 1
+    try:
+        raise ValueError("said")
+    except (ValueError, TypeError) as error:
+        assert str(error) == "said" and not told
+    return (total,)
+
+
+@pytest.mark.parametrize("function", [_helper_with_the_loops_name, _bound_above_too, _named_handler])
+def test_parameters_of_helpers_and_names_of_handlers_stage_as_other_names(function: Any) -> None:
+    with tfnb.record() as graph:
+        x = tfnb.placeholder(torch.randn(5, 3))
+        found = tfnb.autograph(function)(x)
+    assert not any("stays Python" in note for note in graph.notes)
+    data = torch.randn(8, 3)
+    for mine, theirs in zip(tfnb.run(list(found), {x: data}), function(data), strict=True):
+        torch.testing.assert_close(mine, theirs)

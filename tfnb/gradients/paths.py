@@ -61,7 +61,7 @@ def _of_branch(node: Node, active: Places) -> Places:
 
 
 def _of_loop(node: Node, active: Places) -> Places:
-    """What one iteration carries on, the next one is given."""
+    """The outputs on a path of any number of iterations: a carried value is an input of the next one."""
     attrs, count = node.attrs, len(node.attrs["init"])
     given = [*attrs["init"], *attrs["xs"], *attrs["captures"]]
     inputs = ({ref.input for ref in leaves(each) if isinstance(ref, Ref)} for each in given)

@@ -66,7 +66,7 @@ class _Paths:
     def _entries(
         self, node: Node, found: Mapping[Value, Presence], reached: set[Value]
     ) -> dict[Value, Presence]:  # fmt: skip
-        """The presence of a loop's inputs: that of the outputs to which each conducts."""
+        """The presence of each input of a loop: of the outputs to which the input conducts."""
         entries: dict[Value, Presence] = {}
         for i, value in enumerate(ways(node)):
             if value in reached:

@@ -97,8 +97,11 @@ class Metrics:
     @property
     def history(self) -> list[dict[str, Any]]:
         """For each epoch its last step, the means over its values read, and how many steps have none, if any has."""
-        found = [{"epoch": epoch, "step": step, **self.means_of(epoch)} for epoch, step in sorted(self._ends.items())]
-        return [{**entry, "unknown": self._unknown[entry["epoch"]]} if self._unknown else entry for entry in found]
+        unknown = {epoch: {"unknown": self._unknown[epoch]} if self._unknown else {} for epoch in self._ends}
+        return [
+            {"epoch": epoch, "step": step, **self.means_of(epoch), **unknown[epoch]}
+            for epoch, step in sorted(self._ends.items())
+        ]
 
     def curve(self) -> list[dict[str, Any]]:
         """Means over windows of equal width."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 assert importlib.util  # malt uses it and does not import it
@@ -31,13 +32,14 @@ from malt.pyct.static_analysis import (  # noqa: E402
 )
 
 from tfnb.control_flow.frontend.cannot_stage import CannotStage  # noqa: E402
-from tfnb.control_flow.frontend.trees import HIDDEN  # noqa: E402
+from tfnb.control_flow.frontend.trees import HIDDEN, named_handlers, walk  # noqa: E402
 
 _PLACE = ("lineno", "col_offset", "end_lineno", "end_col_offset")
 
 
 def with_calls(function: ast.FunctionDef) -> ast.FunctionDef:
     """The function with its control flow as calls; raises CannotStage."""
+    function, late = named_handlers(function), _late(function)
     names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
     info = transformer.EntityInfo(function.name, "", "", (), dict.fromkeys(names))
     context = transformer.Context(info, _Namer(info.namespace), converter.ProgramContext(None))
@@ -60,7 +62,7 @@ def with_calls(function: ast.FunctionDef) -> ast.FunctionDef:
         function = _resolved(function, context)
         for analysis in (reaching_definitions, reaching_fndefs, liveness):
             function = analysis.resolve(function, context, graphs)
-        bodies = _Bodies(context, _read_by_lambdas(function))
+        bodies = _Bodies(context, _read_by_lambdas(function), late)
         function = bodies.visit(function)
         function = variables.transform(function, context)
     except (PyCTError, ValueError, NotImplementedError, AssertionError, KeyError, AttributeError) as error:
@@ -82,6 +84,20 @@ def _read_by_lambdas(function: ast.FunctionDef) -> set[str]:
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             bound.add(node.name)
     return found - (parameters - bound)
+
+
+def _late(function: ast.FunctionDef) -> dict[str, int]:
+    """Parameters of inner functions that are names of the function, too, by the first line that binds them in it:
+    malt takes each for a definition of the name.
+    """
+    inner = [node for node in ast.walk(function) if isinstance(node, (ast.Lambda, ast.FunctionDef))]
+    names = {n.arg for node in inner if node is not function for n in ast.walk(node.args) if isinstance(n, ast.arg)}
+    names -= {n.arg for n in ast.walk(function.args) if isinstance(n, ast.arg)}
+    found: dict[str, int] = {}
+    for node in walk(function.body):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in names:
+            found[node.id] = min(node.lineno, found.get(node.id, node.lineno))
+    return found
 
 
 def _origin(node: object) -> tuple[int, int, int, int]:
@@ -176,9 +192,10 @@ class _Returns(_KeepsPosition, return_statements.ReturnStatementsTransformer):
 class _Bodies(_KeepsPosition, control_flow.ControlFlowTransformer):
     """Bodies as functions. Names bound in a cell, and outside names bound in a function, count as live afterwards."""
 
-    def __init__(self, context: object, closures: set[str]) -> None:
+    def __init__(self, context: object, closures: set[str], late: Mapping[str, int]) -> None:
         super().__init__(context)
         self.closures = closures  # names that lambdas read, whenever they are called
+        self.late = late  # names that have no value above a line
         self.read: list[set[str]] = []  # of each statement: the names that it reads before it binds them
 
     def _get_block_basic_vars(self, modified: Any, live_in: object, live_out: object) -> Any:
@@ -190,8 +207,12 @@ class _Bodies(_KeepsPosition, control_flow.ControlFlowTransformer):
         scope = self.state[control_flow._Function].scope
         return name in scope.globals or name in scope.nonlocals or str(name) in self.closures
 
-    def _get_block_vars(self, node: object, modified: object) -> Any:
+    def _get_block_vars(self, node: object, modified: Any) -> Any:
         names, undefined, count = super()._get_block_vars(node, modified)
+        origin = anno.getanno(node, anno.Basic.ORIGIN, default=None)
+        if origin is not None:  # a statement of the user's
+            more = (name for name in modified if self.late.get(str(name), 0) >= origin[0] and name not in undefined)
+            undefined = (*undefined, *more)
         self.read.append({str(name) for name in anno.getanno(node, anno.Static.LIVE_VARS_IN)})
         needed = [name for place, name in enumerate(names) if place < count or self._is_needed(name)]
         return [*needed, *(name for name in names if name not in needed)], undefined, len(needed)

@@ -104,6 +104,16 @@ def operator_call(at: ast.AST, name: str, *args: ast.expr) -> ast.Call:
     return call  # type: ignore[no-any-return]
 
 
+def named_handlers(function: ast.FunctionDef) -> ast.FunctionDef:
+    """``except X as e: ...`` as ``except X: e = ...``, which malt can analyse; in place."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.ExceptHandler) and node.name is not None:
+            name = placed(node, ast.Name(node.name, ast.Store()))
+            node.body.insert(0, placed(node, ast.Assign([name], operator_call(node, "caught"))))
+            node.name = None
+    return function
+
+
 def thunk(node: ast.expr) -> ast.Lambda:
     args = no_arguments()
     args.vararg = placed(node, ast.arg(f"{HIDDEN}nothing", None, None))  # by which `_renamed` knows it

@@ -357,6 +357,11 @@ def rebinds(*names: str) -> None:
         raise CannotStage(f"a function called in it sets {', '.join(names)} of outside")
 
 
+def caught() -> BaseException | None:
+    """The exception of an ``except X as e``."""
+    return sys.exc_info()[1]
+
+
 def items(owner: object) -> Any:
     """The items that a comprehension or a ``*`` goes over."""
     recorder = _staging()
@@ -387,6 +392,6 @@ def part(owner: Any, start: Any, stop: Any, step: Any) -> Any:
 vars(OPERATORS).update({
     each.__name__: each for each in (
         Undefined, UndefinedReturnValue, ld, ldu, of_frame, scope, if_stmt, while_stmt, for_stmt, if_exp, and_, or_,
-        not_, augmented, item, part, plain, items, made, changed, attribute, rebinds, fn, marked,
+        not_, augmented, caught, item, part, plain, items, made, changed, attribute, rebinds, fn, marked,
     )
 })  # fmt: skip
