@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +60,33 @@ def test_a_stop_that_python_drops_is_raised_at_the_end() -> None:
             running = Running()
             running.compute(drops, until=(0.05, lambda _: Cancelled("stopped")))
         assert [i for i in range(1000) if i < 0] == []  # nothing is on its way any more
+
+
+def test_a_library_that_a_step_imports_is_whole_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_library_of_a_step.py").write_text(
+        "import time\nfor _ in range(50):\n    time.sleep(0.01)\nis_whole = True\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    steps: list[Running] = []
+
+    def call() -> None:
+        import slow_library_of_a_step  # type: ignore[import-not-found]  # noqa: F401
+
+        while True:
+            time.sleep(0.001)
+
+    def compute() -> None:
+        steps.append(step := Running())
+        with pytest.raises(Cancelled, match="stopped"):
+            step.compute(call)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    time.sleep(0.1)
+    steps[0].stop(lambda at: Cancelled("stopped"))
+    thread.join(10)
+    assert not thread.is_alive()
+    assert sys.modules.pop("slow_library_of_a_step").is_whole
 
 
 def test_a_stop_after_the_end_does_nothing() -> None:

@@ -8,6 +8,7 @@ stopped, what is being committed cannot: exactly one of `Running.stop` and the e
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from tfnb.errors import TfnbError
 from tfnb.interrupts import no_interrupt
 
 T = TypeVar("T")
+_IMPORTER = "<frozen importlib._bootstrap>"
 _raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _TURN = 0.001  # seconds
 
@@ -90,6 +92,17 @@ class Running:
             self._token.pop()
         except IndexError:
             return
+        self._send()
+
+    def _send(self) -> None:
+        """Raise the stop in the computing thread; a library that the thread imports is imported first, since half of
+        one would stay broken in this process.
+        """
+        if _imports(self._thread):
+            timer = threading.Timer(_TURN, self._send)
+            timer.daemon, timer.name = True, "tfnb-stop"
+            timer.start()
+            return
         _raise_in(ctypes.c_ulong(self._thread), ctypes.py_object(Stop))
         self._sent = True
 
@@ -135,6 +148,16 @@ class Running:
                 time.sleep(_TURN)
                 waited += self._sent
             raise Stop from None
+
+
+def _imports(thread: int) -> bool:
+    """Whether the step of a thread is within an import."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code is not Running.compute.__code__:
+        if frame.f_code.co_filename == _IMPORTER:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Stops(threading.local):
