@@ -110,8 +110,8 @@ def page(folder: Path) -> str:
     """The results page: all figures whose JSON files lie in a folder."""
     parts = ["# Results"]
     parts.append(
-        "Built by `make evaluate` from the files beside this page. Other hardware is never compared as speed. Other work "
-        "ran on the machine, too: compare times within a table only."
+        "Built by `make evaluate` from the files beside this page. Other hardware is never compared as speed. "
+        "Other work ran on the machine, too: compare times within a table only."
     )
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text())
