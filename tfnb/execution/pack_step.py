@@ -91,7 +91,8 @@ class PackPrograms:
         self.step, self.cut, self.weigh = about.step, PackCut(about.step, packing), about.of
         self.totals = {total: self.cut.state.resolved(total) for total in about.totals}
         self.by_id = self.cut.graph.contents.by_id
-        shown = feed_symbols(step.whole.contents, step.feeds)
+        taken = {value for node in step.graph.nodes for value in node.inputs}
+        shown = feed_symbols(step.whole.contents, [value for value in step.feeds if value in taken])
         self.axes = {symbol: axis for symbol, (_, axis) in shown.items()}
         if any(self.axes.values()) or len(self.axes) != 1:
             names = ", ".join(self.axes) or "none"

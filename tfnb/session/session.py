@@ -130,11 +130,11 @@ class Session:
     in packs, each of one or more numbered layers of a module in a row, chosen by predicted time: Variables and sums of
     gradients lie outside of the device, and copies of those that a pack needs come to it and go, so that both may be
     many times the budget; values are those without it, bit for bit but where products whose results are added (two ways
-    through a residual, several losses) lie in different packs, which rounds the sum otherwise. The device is virtual, on the CPU: its bytes are counted
-    and enforced. Outside of it is a file for a model made in `tfnb.mapped_memory`, and the process holds no more than
-    the budget; for others it is RAM, and none is saved. What loops keep for
-    their gradients takes what is left of it; the rest of that is computed again, or moves out and comes back, whichever
-    costs less as predicted (see ``swap_memory`` of `while_loop`).
+    through a residual, several losses) lie in different packs, which rounds the sum otherwise. The device is virtual,
+    on the CPU: its bytes are counted and enforced. Outside of it is a file for a model made in `tfnb.mapped_memory`,
+    and the process holds no more than the budget; for others it is RAM, and none is saved. What loops keep for their
+    gradients takes what is left of it; the rest of that is computed again, or moves out and comes back, whichever costs
+    less as predicted (see ``swap_memory`` of `while_loop`).
 
     Raises InvalidArgument for an unknown ``compile``, ``executor`` or ``layout``, and for a budget that is no number of
     bytes.
