@@ -455,7 +455,25 @@ def _named_handler(x: torch.Tensor) -> Any:
     return (total,)
 
 
-@pytest.mark.parametrize("function", [_helper_with_the_loops_name, _bound_above_too, _named_handler])
+def _helper_of_the_name_below(x: torch.Tensor) -> Any:
+    def positive(y: Any) -> Any:
+        if y.sum() < 0:
+            y = -y
+        return y
+
+    def block(h: Any) -> Any:
+        for t in range(x.shape[0]):
+            h = h * 2 + x[t]
+        return h
+
+    y = positive(x)
+    h = block(torch.zeros(3))
+    return y.sum(), h
+
+
+@pytest.mark.parametrize(
+    "function", [_helper_with_the_loops_name, _bound_above_too, _named_handler, _helper_of_the_name_below]
+)
 def test_parameters_of_helpers_and_names_of_handlers_stage_as_other_names(function: Any) -> None:
     with tfnb.record() as graph:
         x = tfnb.placeholder(torch.randn(5, 3))

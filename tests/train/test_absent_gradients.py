@@ -337,3 +337,37 @@ def test_ops_that_are_flat_give_zeros_and_no_absent_gradient(name: str) -> None:
         step = optimizer.step()
     tfnb.run(step, {x: torch.ones(3)})
     torch.testing.assert_close(w.detach(), torch.tensor([1.5, -0.4, 2.2]) * 0.95)
+
+
+def test_three_branches_inside_of_each_other_leave_a_parameter() -> None:
+    def loss_of(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        h = x * b
+        if x[0] > 0:
+            if x[1] > 0:
+                if x[2] > 0:  # noqa: SIM108
+                    h = h * a
+                else:
+                    h = h + 1
+                h = h * 2
+            h = h - b
+        return h.square().sum()
+
+    ends = []
+    data = [torch.tensor(signs) for signs in ([1.0, 2, 3], [1, 2, -3], [1, -2, 3], [-1, 2, 3], [3, 1, 2])]
+    for is_recorded in (False, True):
+        a, b = nn.Parameter(torch.full((3,), 1.5)), nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([a, b], lr=0.001, momentum=0.9, weight_decay=0.5)
+        if is_recorded:
+            with tfnb.record():
+                x = tfnb.placeholder(data[0], shape=(3,))
+                tfnb.autograph(loss_of)(x, a, b).backward()
+                step = optimizer.step()
+        for fed in data:
+            if is_recorded:
+                tfnb.run(step, {x: fed})
+            else:
+                optimizer.zero_grad()
+                loss_of(fed, a, b).backward()
+                optimizer.step()
+        ends.append((a.detach(), b.detach()))
+    torch.testing.assert_close(ends[1], ends[0])

@@ -1026,3 +1026,79 @@ def test_a_step_that_returns_early_raises_in_a_run_that_would_not() -> None:
     assert torch.equal(net[0].weight, before) and optimizer.count == 1
     with pytest.raises(BranchChanged, match=r"if self\.count % 2.*recorded with True"):
         tfnb.run(step, {x: batches()[1]})
+
+
+class Known(Ruled):
+    """It tells its Parameters apart by an attribute of theirs."""
+
+    def set_up(self, params: list[Any]) -> None:
+        params[0].lr_scale = 0.1
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        p.sub_(p.grad, alpha=group["lr"] * getattr(p, "lr_scale", 1.0))
+
+
+class KnownByIdentity(Ruled):
+    def set_up(self, params: list[Any]) -> None:
+        self.slow, self.among, self.rates = [params[0]], {params[1]}, {id(params[2]): 0.3}
+        self.held = SimpleNamespace(one=params[0])
+        self.param_groups[0]["slow"] = (params[3],)
+
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        scale = self.rates.get(id(p), 1.0) * (0.5 if p in self.among else 1.0) * (2.0 if p is self.held.one else 1.0)
+        if any(q is p for q in (*self.slow, *group["slow"])) and p.requires_grad:
+            scale *= 0.1
+        p.sub_(p.grad, alpha=group["lr"] * scale)
+
+
+class OwnList(torch.optim.Optimizer):
+    """It steps the Parameters of a list of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        self.all = list(params)
+        super().__init__(self.all, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.all:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("kind", [Known, KnownByIdentity, OwnList])
+def test_parameters_are_known_in_a_step_by_identity_and_attributes(kind: Any) -> None:
+    (plain, optimizer), (net, recorded) = made(kind), made(kind)
+    with tfnb.record():
+        x = tfnb.placeholder(batches()[0])
+        always(net, recorded, x, torch.tensor(1.0))
+        step = tfnb.effects()
+    for batch in batches():
+        tfnb.run(step, {x: batch})
+        always(plain, optimizer, batch, torch.tensor(1.0))
+        assert_same(net, plain)
+
+
+class OfAModule(OwnList):
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        self.module = nn.ParameterList(self.all)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.module:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
+class AsAKey(Ruled):
+    def rule(self, p: Any, group: Any, kept: Any) -> None:
+        kept["t"] = kept.get("t", 0) + 1
+        p.sub_(p.grad, alpha=group["lr"] * {2: 0.5}.get(kept["t"], 1.0))
+
+
+@pytest.mark.parametrize(("kind", "text"), [
+    (OfAModule, "OfAModule.step"), (AsAKey, "takes a value as a Python number by item"),
+])  # fmt: skip
+def test_parameters_of_a_module_and_numbers_as_keys_are_refused_in_a_step(kind: Any, text: str) -> None:
+    net, optimizer = made(kind)
+    with pytest.raises(Unsupported, match=text), tfnb.record():
+        net(tfnb.placeholder(batches()[0])).sum().backward()
+        optimizer.step()

@@ -16,6 +16,7 @@ import torch
 from tfnb.gradients.paths import conducted, ways
 from tfnb.gradients.walker import Walk
 from tfnb.graph import Node, Ref, Spec, Subgraph, Value
+from tfnb.graph.graph import new_id
 from tfnb.graph.ops import COND, WHILE
 from tfnb.recording.subgraphs.capture import AGAIN, append
 from tfnb.recording.values.recording import Recording
@@ -180,18 +181,34 @@ def _side_telling(side: Subgraph) -> tuple[Subgraph, list[int], list[Spec]]:
     """A side with the predicates of its branches as further outputs; their branches' ids, and their specs."""
     nodes: list[Node] = []
     told: list[tuple[int, Value]] = []
+    again: dict[int, int] = {}  # the ids of branches with further outputs, by those of the branches
     for node in side.contents.nodes:
+        if again:
+            node = _renumbered(node, again)
         if node.op == COND:
-            count = len(node.outputs)
-            told.append((node.id, node.inputs[node.attrs["pred"].input]))
+            count, owner = len(node.outputs), node.id
+            told.append((owner, node.inputs[node.attrs["pred"].input]))
             node, inner = _telling(node)
-            told += [(owner, node.value(count + k)) for k, owner in enumerate(inner)]
+            if inner:
+                again[owner] = new_id()
+                node = replace(node, id=again[owner])
+            told += [(each, node.value(count + k)) for k, each in enumerate(inner)]
         nodes.append(node)
     by_id = {node.id: node for node in nodes}
     specs = [by_id[value.node].outputs[value.index] for _, value in told]
     found = replace(side.contents, nodes=tuple(nodes))
-    outputs = (*side.outputs, *(value for _, value in told))
+    outputs = (*(v and _moved(v, again) for v in side.outputs), *(value for _, value in told))
     return replace(side, contents=found, outputs=outputs), [owner for owner, _ in told], specs
+
+
+def _moved(value: Value, again: Mapping[int, int]) -> Value:
+    return Value(again.get(value.node, value.node), value.index)
+
+
+def _renumbered(node: Node, again: Mapping[int, int]) -> Node:
+    """A node that takes the values of other branches."""
+    inputs = tuple(_moved(value, again) for value in node.inputs)
+    return replace(node, inputs=inputs, control=tuple(again.get(each, each) for each in node.control))
 
 
 def either(found: Iterable[Presence]) -> Presence:

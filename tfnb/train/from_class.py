@@ -46,6 +46,7 @@ from tfnb.train.rehearsal import (
     is_value,
     refused_change,
 )
+from tfnb.train.stand_ins import exchanged, take_attributes
 
 _BEGUN = "is_begun"  # slot of a Parameter whose first step is another one: whether it was taken
 InnerStep = Callable[[torch.optim.Optimizer, Any], None]
@@ -319,21 +320,31 @@ class FromClass(FromTorch):
             for target, w, grad, kept in zip(self._targets, ws, grads, slots, strict=True):
                 place = places[target]
                 stands[place] = mine = w.clone()
+                take_attributes(mine, place)
+                mine.requires_grad_(place.requires_grad)
                 recorder.autograd.set_grad(mine, grad)
                 state[mine] = made(self._given_entries(place, kept, is_first=place in first))
             groups = standing(self.optimizer.param_groups, stands)
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
             idle = object.__new__(type(self.optimizer))
-            idle.__dict__.update(vars(self.optimizer))
+            apart = ("state", "param_groups", "defaults", *HOOKS)
+            for name, value in vars(self.optimizer).items():
+                idle.__dict__[name] = value if name in apart else exchanged(value, stands)
             owners: dict[Any, dict[str, Any]] = {None: idle.__dict__, **dict(enumerate(groups))}
             for where, name in self._changing:
                 value = slots[0][_label_of((where, name))].clone()
                 owners[where][name] = value if self._changing[where, name] else as_number(value)
             inner = InnerSteps(recorder, self.optimizer, idle, groups, stands, slots)
             before = {where: dict(owner) for where, owner in owners.items()}
+            held = [recorder.read(target).value for target in self._targets]
             with sealed(recorder, self._refuse), NumberMode():
                 self._call(idle, groups, state, self._closure, autograph, inner)
+            if held != [recorder.read(target).value for target in self._targets]:
+                raise Unsupported(
+                    f"{self._label}.step() writes Parameters that it does not take from its groups, nor from a list or "
+                    f"dict of its own: loop over self.param_groups; else {INSTEAD}"
+                )
             self._refuse_constants(owners, before)
             found = [
                 self._left(place, mine, state[mine], kept)
@@ -346,6 +357,7 @@ class FromClass(FromTorch):
                 found[0][1][label] = torch.as_tensor(owners[where][name], dtype=slots[0][label].dtype)
         for mine in stands.values():
             recorder.autograd.set_grad(mine, None)
+            mine.requires_grad_(False)
         return [*found]
 
     def _refuse_constants(

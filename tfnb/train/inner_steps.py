@@ -12,6 +12,7 @@ from tfnb.errors import Unsupported
 from tfnb.recording import Recorder
 from tfnb.train.from_torch import FromTorch, at_line
 from tfnb.train.rehearsal import inner_of
+from tfnb.train.stand_ins import exchanged
 
 Kept = Mapping[str, torch.Tensor]  # the values of the slots of a Parameter
 
@@ -61,4 +62,4 @@ class InnerSteps:
 
 def standing(groups: Sequence[Mapping[str, Any]], stands: Mapping[torch.Tensor, torch.Tensor]) -> list[dict[str, Any]]:
     """Param groups of the stand-ins."""
-    return [{**group, "params": [stands.get(p, p) for p in group["params"]]} for group in groups]
+    return [{name: exchanged(value, stands) for name, value in group.items()} for group in groups]

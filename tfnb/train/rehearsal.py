@@ -24,6 +24,7 @@ from tfnb.errors import Unsupported
 from tfnb.graph import current
 from tfnb.graph.setting import setting
 from tfnb.recording.marks.user_code import is_of_program
+from tfnb.train.stand_ins import exchanged, take_attributes
 
 Entries = dict[str, Any]  # the state of one Parameter
 Setting = tuple[int | None, str]  # a value of a param group, by its number, or of the optimizer's attributes: its name
@@ -85,9 +86,13 @@ class PlainCopy:
         self.optimizer: object = object.__new__(type(optimizer))
         memo: dict[int, Any] = {id(p): mine for p, mine in zip(places, self.parameters, strict=True)}
         memo |= {id(optimizer): self.optimizer, id(twin): twin}
+        stands = dict(zip(places, self.parameters, strict=True))
+        for place, mine in stands.items():
+            take_attributes(mine, place)
         for name, value in vars(optimizer).items():
             if name != "state":
-                self.optimizer.__dict__[name] = value if name in HOOKS else _copied(optimizer, name, value, memo)
+                copied = value if name in HOOKS else _copied(optimizer, name, value, memo)
+                self.optimizer.__dict__[name] = copied if name in HOOKS else exchanged(copied, stands)
         self.groups: list[dict[str, Any]] = self.optimizer.__dict__.pop("param_groups")
         self.inner = inner_of(self.optimizer)
         self.state: list[Entries] = [{} for _ in places]

@@ -210,7 +210,7 @@ class _Bodies(_KeepsPosition, control_flow.ControlFlowTransformer):
     def _get_block_vars(self, node: object, modified: Any) -> Any:
         names, undefined, count = super()._get_block_vars(node, modified)
         origin = anno.getanno(node, anno.Basic.ORIGIN, default=None)
-        if origin is not None:  # a statement of the user's
+        if origin is not None and self.state[control_flow._Function].level == 2:  # a root, and the outermost one
             more = (name for name in modified if self.late.get(str(name), 0) >= origin[0] and name not in undefined)
             undefined = (*undefined, *more)
         self.read.append({str(name) for name in anno.getanno(node, anno.Static.LIVE_VARS_IN)})

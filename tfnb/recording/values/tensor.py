@@ -410,10 +410,10 @@ class Tensor(RecordedTensor):
 
     def __hash__(self) -> int:
         """By identity; in the program's own sets and dicts, one that stands for a Python number as that number."""
-        recording = current.recording()
-        if recording is None or not recording.tape.numbers or _hashes_by_identity(sys._getframe(1)):
+        recording, is_number = current.recording(), getattr(self, "_is_number", False)
+        if recording is None or not (is_number or recording.tape.numbers) or _hashes_by_identity(sys._getframe(1)):
             return id(self)
-        return hash(self.item()) if recording.is_taken(self) else id(self)
+        return hash(self.item()) if is_number or recording.is_taken(self) else id(self)
 
 
 def _hashes_by_identity(frame: FrameType) -> bool:

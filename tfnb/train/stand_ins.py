@@ -1,0 +1,67 @@
+"""Stand-ins for Parameters in all that a step of a user's optimizer class reads: its groups and its attributes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from copy import copy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tfnb.recording.marks.user_code import is_of_program
+
+Stands = Mapping[torch.Tensor, torch.Tensor]  # by Parameter
+
+
+def exchanged(value: Any, stands: Stands, deep: int = 4) -> Any:
+    """A value with stand-ins in the places of Parameters, and of their ids; the value itself if it has none.
+
+    >>> p, q = torch.nn.Parameter(torch.ones(1)), torch.zeros(1)
+    >>> exchanged({"slow": [p], id(p): 0.1}, {p: q}) == {"slow": [q], id(q): 0.1}
+    True
+    """
+    if isinstance(value, torch.Tensor):
+        return stands.get(value, value)
+    if type(value) is int:
+        return next((id(mine) for place, mine in stands.items() if id(place) == value), value)
+    if not deep:
+        return value
+    inner = partial(exchanged, stands=stands, deep=deep - 1)
+    if isinstance(value, dict):
+        new = {inner(key): inner(each) for key, each in value.items()}
+        return _like(value, new) if any(map(_differ, (*new, *new.values()), (*value, *value.values()))) else value
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        items = [*map(inner, value)]
+        return _like(value, items) if any(map(_differ, items, value)) else value
+    if isinstance(value, SimpleNamespace) or (is_of_program(type(value)) and hasattr(value, "__dict__")):
+        own = exchanged(vars(value), stands, deep)
+        if own is not vars(value):
+            value = copy(value)
+            vars(value).update(own)
+    return value
+
+
+def take_attributes(mine: torch.Tensor, place: torch.Tensor) -> None:
+    """Give a stand-in what the program has put on a Parameter, such as ``p.lr_scale``."""
+    for name, value in vars(place).items():
+        if not hasattr(mine, name):
+            setattr(mine, name, value)
+
+
+def _differ(a: object, b: object) -> bool:
+    return a is not b
+
+
+def _like(value: Any, items: Any) -> Any:
+    """A container of the same kind with other items."""
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    if isinstance(value, (list, dict, deque, set)):
+        new = copy(value)
+        new.clear()
+        (new.update if isinstance(value, (dict, set)) else new.extend)(items)
+        return new
+    return type(value)(items)
