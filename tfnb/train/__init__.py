@@ -3,8 +3,8 @@
 `optimizer` is what every optimizer does. `update_rules` defines each of torch once; `ftrl` and `lbfgs` are user code.
 `from_torch` gives a torch optimizer its rule, over torch's own state, and `from_class` a class with a ``step`` of its
 own, tried by `rehearsal`: `stand_ins` take the places of Parameters in it, `recorded_numbers` those of Python's, and
-`inner_steps` are of torch. `schedules`
-are rates that steps change, and `averages` follow variables. `saver` keeps checkpoints. `batches`, `metrics`,
+`inner_steps` are of torch.
+`schedules` are rates that steps change, `averages` follow variables, `saver` keeps checkpoints. `batches`, `metrics`,
 `callbacks` and `modes` are for loops.
 `sandblaster` has the options of L-BFGS over all rows, with its numbers in `curvature_pairs` and `line_search`.
 """

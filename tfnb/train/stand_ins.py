@@ -1,4 +1,4 @@
-"""Stand-ins for Parameters in all that a step of a user's optimizer class reads: its groups and its attributes."""
+"""Stand-ins for Parameters in the groups and attributes of an optimizer whose step a user wrote."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Stands = Mapping[torch.Tensor, torch.Tensor]  # by Parameter
 
 
 def exchanged(value: Any, stands: Stands, deep: int = 4) -> Any:
-    """A value with stand-ins in the places of Parameters, and of their ids; the value itself if it has none.
+    """A value with stand-ins in the places of Parameters and of their ids; without any, the value itself.
 
     >>> p, q = torch.nn.Parameter(torch.ones(1)), torch.zeros(1)
     >>> exchanged({"slow": [p], id(p): 0.1}, {p: q}) == {"slow": [q], id(q): 0.1}
@@ -45,7 +45,7 @@ def exchanged(value: Any, stands: Stands, deep: int = 4) -> Any:
 
 
 def take_attributes(mine: torch.Tensor, place: torch.Tensor) -> None:
-    """Give a stand-in what the program has put on a Parameter, such as ``p.lr_scale``."""
+    """Give a stand-in the attributes that the program has set on a Parameter, such as ``p.lr_scale``."""
     for name, value in vars(place).items():
         if not hasattr(mine, name):
             setattr(mine, name, value)
@@ -59,9 +59,12 @@ def _like(value: Any, items: Any) -> Any:
     """A container of the same kind with other items."""
     if hasattr(value, "_fields"):
         return type(value)(*items)
-    if isinstance(value, (list, dict, deque, set)):
-        new = copy(value)
-        new.clear()
-        (new.update if isinstance(value, (dict, set)) else new.extend)(items)
-        return new
-    return type(value)(items)
+    if isinstance(value, (tuple, frozenset)):
+        return type(value)(items)
+    new = copy(value)
+    new.clear()
+    if isinstance(value, (dict, set)):
+        new.update(items)
+    else:
+        new.extend(items)
+    return new
