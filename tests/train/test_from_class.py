@@ -1046,6 +1046,7 @@ class KnownByIdentity(Ruled):
 
     def rule(self, p: Any, group: Any, kept: Any) -> None:
         scale = self.rates.get(id(p), 1.0) * (0.5 if p in self.among else 1.0) * (2.0 if p is self.held.one else 1.0)
+        scale *= 1.0 if isinstance(p, nn.Parameter) else -1.0
         if any(q is p for q in (*self.slow, *group["slow"])) and p.requires_grad:
             scale *= 0.1
         p.sub_(p.grad, alpha=group["lr"] * scale)
@@ -1095,7 +1096,7 @@ class AsAKey(Ruled):
 
 
 @pytest.mark.parametrize(("kind", "text"), [
-    (OfAModule, "OfAModule.step"), (AsAKey, "takes a value as a Python number by item"),
+    (OfAModule, r"OfAModule\.step\(\) writes Parameters that it does not take from its groups"), (AsAKey, "takes a value as a Python number by item"),
 ])  # fmt: skip
 def test_parameters_of_a_module_and_numbers_as_keys_are_refused_in_a_step(kind: Any, text: str) -> None:
     net, optimizer = made(kind)

@@ -99,10 +99,16 @@ class Running:
         one would stay broken in this process.
         """
         if _imports(self._thread):
-            timer = threading.Timer(_TURN, self._send)
-            timer.daemon, timer.name = True, "tfnb-stop"
-            timer.start()
-            return
+            threading.Thread(target=self._send_after_import, name="tfnb-stop", daemon=True).start()
+        else:
+            self._raise()
+
+    def _send_after_import(self) -> None:
+        while _imports(self._thread):
+            time.sleep(_TURN)
+        self._raise()
+
+    def _raise(self) -> None:
         _raise_in(ctypes.c_ulong(self._thread), ctypes.py_object(Stop))
         self._sent = True
 

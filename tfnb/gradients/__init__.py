@@ -1,7 +1,8 @@
 """Symbolic gradients: the walker, the table of rules, clipping.
 
 `walker` walks a graph backwards and calls a rule per node: `rule_table` is the table, `rules` fills it, `derived` has
-torch's own formula, `decompose` splits an op without a rule. `arguments` checks what the caller gives. `sums` adds
+torch's own formula, `decompose` splits an op without a rule. `paths` says through which inputs of a node a gradient
+passes, `presence` in which runs a Parameter has one. `arguments` checks the arguments of a caller. `sums` adds
 cotangents of loops, `slices` are row-sparse gradients. `custom` has the user's rules, `forward` jvp, `clip` the norms.
 """
 

@@ -100,7 +100,6 @@ class FromClass(FromTorch):
         self._flag = _BEGUN
         self._changing: dict[Setting, bool] = {}  # settings that steps change: whether one is a tensor of the user's
         self._changed: dict[str, Variable] = {}  # their values
-        self._tensors: set[Setting] = set()  # those of them that are tensors of the user's, not numbers
 
     def step(self, closure: Callable[[], Any] | None = None) -> Operation:
         if closure is None:
@@ -321,6 +320,7 @@ class FromClass(FromTorch):
                 place = places[target]
                 stands[place] = mine = w.clone()
                 take_attributes(mine, place)
+                mine._is_param = True  # for isinstance(p, torch.nn.Parameter)
                 mine.requires_grad_(place.requires_grad)
                 recorder.autograd.set_grad(mine, grad)
                 state[mine] = made(self._given_entries(place, kept, is_first=place in first))
