@@ -451,27 +451,6 @@ def test_how_many_rows_of_a_batch_a_task_takes(connect: Callable[..., Any]) -> N
     assert took(lambda: tfnb.run(step, {x: rows})) == 64
 
 
-def test_an_update_after_another_one_of_the_same_step_is_named(connect: Callable[..., Any]) -> None:
-    """As of a GAN whose two steps are one: the second gradient hangs on what the first one wrote."""
-    torch.manual_seed(4)
-    make, judge, rows = nn.Linear(2, 3), nn.Linear(3, 1), torch.randn(16, 2)
-    ones = lambda x: torch.ones(x.shape[0], 1)  # noqa: E731
-    with tfnb.record("adversaries"):
-        z = tfnb.placeholder(rows[:4])
-        made = make(z)
-        one = torch.optim.SGD(judge.parameters(), 0.1)
-        one.zero_grad()
-        F.mse_loss(judge(made.detach()), ones(z)).backward()
-        first = one.step()
-        other = torch.optim.SGD(make.parameters(), 0.1)
-        other.zero_grad()
-        F.mse_loss(judge(made), ones(z)).backward()
-        both = tfnb.group(first, other.step())
-    connect(2)
-    (note,) = said(both, {z: rows})
-    assert "the step writes weight, bias itself, not along a gradient that tasks average" in note
-
-
 def test_a_later_batch_whose_feeds_have_different_lengths_is_looked_at(connect: Callable[..., Any]) -> None:
     """Each task has all rows of the shorter one, and a sum over them counts twice; a mean does not."""
     connect(2)

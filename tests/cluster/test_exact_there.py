@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import tfnb
@@ -91,6 +92,56 @@ def test_a_loss_that_is_no_mean_is_exact_without_being_asked(connect: Callable[.
 def ensure_same_state(net: Spread, here: tuple[list[torch.Tensor], list[float]]) -> None:
     """The second pass began with the random numbers behind those of the first."""
     torch.testing.assert_close(net.state, here[0], rtol=1e-11, atol=1e-12)
+
+
+def test_a_watched_variable_leaves_the_sums_exact(connect: Callable[..., Any], here: Any) -> None:
+    connect(2)
+    net = Spread("watched")
+    result = net.fit(exact=True, watch={"loss": net.loss, "count": net.count})
+    ensure_same(net, result, here)
+
+
+class Adversaries:
+    """A GAN, both of whose optimizers step in one step, and a buffer that counts numbers of the batch."""
+
+    def __init__(self) -> None:
+        gen = torch.Generator().manual_seed(4)
+        self.make, self.judge = nn.Linear(2, 3).double(), nn.Linear(3, 1).double()
+        with torch.no_grad():
+            for parameter in (*self.make.parameters(), *self.judge.parameters()):
+                parameter.copy_(torch.randn(parameter.shape, generator=gen, dtype=torch.float64))
+        self.make.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.rows = torch.randn(28, 2, generator=gen, dtype=torch.float64)
+        self.optimizers = [torch.optim.Adam(net.parameters(), 0.05) for net in (self.judge, self.make)]
+
+    def step(self, z: torch.Tensor) -> None:
+        one, other = self.optimizers
+        made, ones = self.make(z), torch.ones(z.shape[0], 1, dtype=torch.float64)
+        one.zero_grad()
+        F.binary_cross_entropy_with_logits(self.judge(made.detach()), 0 * ones).backward()
+        one.step()
+        other.zero_grad()
+        F.binary_cross_entropy_with_logits(self.judge(made), ones).backward()
+        other.step()
+        self.make.count += (z > 0).sum()
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        return [x.detach().clone() for net in (self.make, self.judge) for x in net.state_dict().values()]
+
+
+def test_variables_that_are_written_from_the_rows_are_exact_without_being_asked(connect: Callable[..., Any]) -> None:
+    plain, net = Adversaries(), Adversaries()
+    for rows in plain.rows.split(8):
+        plain.step(rows)
+    with tfnb.record("adversaries"):
+        z = tfnb.placeholder(net.rows[:8])
+        net.step(z)
+        step = tfnb.effects()
+    connect(3)
+    with pytest.warns(UserWarning, match=r"weight.*not along a gradient.*So tasks sum over all rows in mid-step"):
+        tfnb.fit(step, {z: net.rows}, batch_size=8, shuffle=False)
+    torch.testing.assert_close(net.state, plain.state, rtol=1e-11, atol=1e-12)
 
 
 def test_batches_of_an_iterator_with_fewer_rows_than_tasks(connect: Callable[..., Any]) -> None:

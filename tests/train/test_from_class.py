@@ -1096,7 +1096,8 @@ class AsAKey(Ruled):
 
 
 @pytest.mark.parametrize(("kind", "text"), [
-    (OfAModule, r"OfAModule\.step\(\) writes Parameters that it does not take from its groups"), (AsAKey, "takes a value as a Python number by item"),
+    (OfAModule, r"OfAModule\.step\(\) writes Parameters that it does not take from its groups"),
+    (AsAKey, "takes a value as a Python number by item"),
 ])  # fmt: skip
 def test_parameters_of_a_module_and_numbers_as_keys_are_refused_in_a_step(kind: Any, text: str) -> None:
     net, optimizer = made(kind)

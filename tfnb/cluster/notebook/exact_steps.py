@@ -64,7 +64,7 @@ class ExactSteps:
         ops = forward or {name_of(node): node for node in reversed(gathered)}
         named = [_told(name, node) for name, node in list(ops.items())[:_NAMED]]
         others = [f"{len(ops) - _NAMED} more"] if len(ops) > _NAMED else []
-        why = "exact=True" if self.is_asked else "the loss is no mean over rows, so that tasks sum in mid-step"
+        why = "exact=True" if self.is_asked else "tasks sum over all rows in mid-step"
         cure = "" if self.is_asked else "; exact=False averages gradients instead"
         return (
             f"{why}: {', '.join((*named, *others))} cannot be divided by rows: the tasks send all rows to one of "

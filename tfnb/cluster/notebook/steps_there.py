@@ -66,6 +66,10 @@ See = Callable[[Sequence[Any]], None]
 
 KEPT = 64  # placed programs
 _LATE = "a watched value depends on averaged gradients, or on the state after the step"
+_SUMMED = (
+    "So tasks sum over all rows in mid-step, one step after the other, as with exact=True; with exact=False the step "
+    "takes what the first task makes of its rows"
+)
 STANDS = StepGroup(0, ())  # tells that tasks stand still
 _END: Any = object()  # of batches
 AHEAD = 1 << 30  # bytes of arrays that are sent to every task before a training
@@ -322,7 +326,7 @@ class Steps:
         placed, why = self._placed_for(step, how, see, check, compile, one_by_one, graph)
         tasks = len(self._numbers())
         is_exact, source = self._is_exact(step, placed, how, source, exact)
-        may_sum = is_exact and not why and placed.writes and not how.is_pipeline and tasks > 1
+        may_sum = is_exact and placed.divides and placed.writes and not how.is_pipeline and tasks > 1
         over = self._over_rows(step, check, compile, is_asked=exact is True) if may_sum else None
         is_stepwise = bool(why) or not placed.writes or over is not None
         _check_writes(step, placed, how, tasks, why, is_stepwise=is_stepwise)
@@ -398,6 +402,9 @@ class Steps:
             return bool(exact), source
         may_sum, tasks = how.name == "sync" and not how.may_have_spare, len(self._numbers())
         count = min(how.required or tasks - how.backup, tasks)
+        if may_sum and count > 1 and (names := placed.placement.apart):
+            warnings.warn(f"{_written(names)}. {_SUMMED}", stacklevel=user_level(None))
+            return True, source
         source, notes, is_mean = self._looked_at(step, placed, count, source, may_sum=may_sum)
         for note in notes:
             warnings.warn(note, stacklevel=user_level(None))
@@ -811,16 +818,25 @@ def _picked(places: Sequence[int | None], values: Sequence[Any]) -> list[Any]:
     return [None if place is None or not values else values[place] for place in places]
 
 
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _written(names: Sequence[str]) -> str:
+    return f"the step writes {_shown(names)} itself, not along a gradient that tasks average, and they divide its rows"
+
+
 def _apart(names: Sequence[str], how: Mode, is_joint: bool) -> str:
     """The warning for Variables that several tasks write without a gradient."""
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    shown, cure = _shown(names), "tfnb.run(step, feeds) in a loop gives each step to one task"
     if is_joint:
-        found = f"the step writes {shown} itself, not along a gradient that tasks average, and they divide its rows"
+        found = _written(names)
         kept = "averages what the tasks make" if how.every else "takes what the first task makes of its rows"
+        cure = "mode='sync' without backup tasks, and without exact=False, sums over all rows"
     elif how.n_push > 1:
         found = f"the step writes {shown} itself, not along a gradient that tasks add up"
         kept = "takes what the last step of a push makes"
     else:
         found = f"each task makes the new value of {shown} of the one that it read"
         kept = "loses what other tasks write in between; what assign_add adds to a Variable on one server is not lost"
-    return f"{found}: with mode={how} the step {kept}. tfnb.run(step, feeds) in a loop gives each step to one task"
+    return f"{found}: with mode={how} the step {kept}. {cure}"
