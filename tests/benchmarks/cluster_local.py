@@ -12,19 +12,26 @@ back are right; and the accuracy on these at the end: mean over seeds, least and
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from distributed import Client
 from sklearn.datasets import load_digits
 from torch import nn
 
 import tfnb
 from tests.benchmarks.cluster_rows import said
-from tests.benchmarks.cluster_steps import Usage, workers
+from tests.benchmarks.cluster_steps import RAY, Usage, workers
+from tests.benchmarks.peers import digits as digits_peer
+from tests.benchmarks.peers.digits import Data, by_dask, by_ddp
 from tfnb.train import SGD, Adagrad, Downpour, LocalSGD, Momentum, Nesterov, Optimizer, Progress, Sandblaster
 
 BATCH, PORTION, HELD_BACK, TARGET, TASKS = 32, 200, 400, 0.9, 2
@@ -181,6 +188,42 @@ def curve_of_torch(
         seconds, _, cpu = usage.since()
         points.append(Point(seconds, cpu, count, len(points) + 1, right))
     return points
+
+
+def peers(
+    client: Client, seeds: int, epochs: int, net: Callable[[], nn.Module]
+) -> dict[str, dict[str, list[list[Point]]]]:  # fmt: skip
+    """The trainings of `peers.digits`, by peer and method, one for each seed; a first one of each is not measured.
+
+    client: of a Dask cluster whose actors share its workers. Ray takes part where `make bench-ray` has been run.
+    """
+    given, found = [], dict[str, dict[str, list[list[Point]]]]()
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        given.append(Data(*digits(), [p.detach() for p in net().parameters()]))
+    runs = [(0, 1), *((seed, epochs) for seed in range(seeds))]
+    found["DDP on gloo"] = {"synchronous": [by_ddp(given[seed], count, seed) for seed, count in runs]}
+    for method in ("synchronous", "Downpour"):
+        each = found.setdefault("plain Dask actors", {})
+        each[method] = [by_dask(client, given[seed], count, seed, method) for seed, count in runs]
+        if RAY.exists():
+            found.setdefault("Ray actors", {})[method] = _by_ray(given, epochs, method)
+    return {
+        name: {method: [[Point(*point) for point in curve] for curve in curves[1:]] for method, curves in each.items()}
+        for name, each in found.items()
+    }
+
+
+def _by_ray(given: Sequence[Data], epochs: int, method: str) -> list[Any]:
+    """The points of trainings by Ray, with one more in front."""
+    with TemporaryDirectory() as folder:
+        files = [data.saved(Path(folder) / f"{seed}.npz") for seed, data in enumerate(given)]
+        lines = [f"{seed} {file}" for seed, file in enumerate(files)]
+        done = subprocess.run(
+            [RAY, digits_peer.__file__, method, str(epochs)], input="\n".join([lines[0], *lines]),
+            stdout=subprocess.PIPE, text=True, check=True, timeout=900,
+        )  # fmt: skip
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
 
 def trained(name: str, method: Method, seed: int, epochs: int) -> dict[str, float]:
