@@ -146,7 +146,8 @@ def fit(
     batch_size: rows of a step, 32 by default; where tasks divide a step, of all of them together.
     shuffle, seed: another order of the rows in each epoch; the same seed, the same orders.
     watch: scalars to follow, or a dict of names; by default the scalars among the fetches, ``()`` for none. validation:
-    data over which the watched values are computed after each epoch, for the history: ``val_...``. callbacks: functions
+    data over which the watched values are computed after each epoch, for the history: ``val_...``; arrays in batches of
+    ``batch_size`` rows. callbacks: functions
     of a `tfnb.train.Progress` after each epoch, or objects with ``on_step`` or ``on_epoch``. mode: how the tasks of a
     connected cluster work together, below.
     backup: so many tasks are spare in mode ``"sync"``: no step waits for the slowest.
@@ -213,7 +214,7 @@ def fit(
         session.ensure_limited(division)
     if session.cluster is not None:
         data = session.cluster.in_chunks(data, timeout)
-    checked = _validation(session, validation, feeds, names, watched, division)
+    checked = _validation(session, validation, feeds, names, watched, division, batch_size)
     data = _elements_of(data, session)
     start = begin(session, resume)
     reads = _source_of(data, session)
@@ -775,7 +776,8 @@ def _interrupts(run: _Run) -> Iterator[None]:
 
 
 def _validation(
-    session: Session, data: Any, feeds: Any, names: Sequence[str], watched: tuple[Any, ...], division: Division
+    session: Session, data: Any, feeds: Any, names: Sequence[str], watched: tuple[Any, ...], division: Division,
+    batch_size: int | None,
 ) -> Callable[[_Run], dict[str, float]]:  # fmt: skip
     """A function for the watched values over the validation data, by name; in packs if the training is."""
     if data is None:
@@ -796,7 +798,11 @@ def _validation(
 
     def values(run: _Run) -> dict[str, float]:
         metrics = Metrics(names)
-        source = batches(data, feeds=None if isinstance(data, Mapping) else feeds, shuffle=False)
+        source = (
+            batches(data, batch_size=batch_size, shuffle=False)
+            if isinstance(data, Mapping)
+            else batches(data, feeds=feeds, shuffle=False)
+        )
         microbatches = 1 if session.memory_budget is None else division.microbatches
         for at, batch in enumerate(source.each, 1):
             if microbatches != 1:
