@@ -40,12 +40,12 @@ class StepGraph:
 
 
 def groups_of(graph: Graph) -> list[int]:
-    """Ids of the groups of a pruned graph: a pass may do without the node for whose effects one of them is there.
+    """Ids of the groups and guards of a pruned graph: a pass may do without the node whose effects they are.
 
     >>> groups_of(Graph())
     []
     """
-    return [node.id for node in graph.nodes if node.op == "tfnb.group"]
+    return [node.id for node in graph.nodes if node.op in ("tfnb.group", "tfnb.guard")]
 
 
 def step_graph(graph: Graph, fetches: Iterable[Value], feeds: Iterable[Value]) -> StepGraph:

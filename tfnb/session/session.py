@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -225,6 +225,9 @@ class Session:
         isolation: str | None,
     ) -> Any:  # fmt: skip
         __tracebackhide__ = True
+        if _is_cast():
+            with _uncast():
+                return self._run(fetches, feeds, timeout, trace, check, isolation)
         if IndexedSlices in map(type, feeds):
             feeds = spread(feeds.items())
         prepared = self._prepare(fetches, tuple(feeds))
@@ -281,6 +284,9 @@ class Session:
 
         def call(*values: object) -> Any:
             nonlocal prepared
+            if _is_cast():
+                with _uncast():
+                    return call(*values)
             if not prepared.is_of(self.graph):
                 prepared = self._prepare(fetches, feeds, asked)
             if len(values) != len(feeds):
@@ -809,6 +815,18 @@ def limit(graph: Graph, memory_budget: int | str | None) -> Session:
     session = default_session(graph)
     session.memory_budget = budget
     return session
+
+
+_is_cast = torch._C._is_any_autocast_enabled
+
+
+@contextmanager
+def _uncast() -> Iterator[None]:
+    """A block without the autocast of the caller: a graph has the casts that were recorded."""
+    with ExitStack() as stack:
+        for device in ("cpu", torch._C._get_accelerator().type):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def run(

@@ -113,7 +113,7 @@ class Training:
         self._is_changing = False
         self._missed: list[Any] = []  # events between two machines
         self._ended_ranks: dict[int, _Listening] = {}  # in a cut, until one of them has saved
-        self._meetings: dict[int, asyncio.Task[Ok]] = {}  # where ranks meet, by the first round of their generation
+        self._meetings: dict[str, asyncio.Task[Ok]] = {}  # where ranks meet, by the name of the rendezvous
         self._holds = 0  # who wants ranks, or asynchronous tasks, to stand
         self._take(mode, tasks)
 
@@ -704,10 +704,11 @@ class Training:
     async def _meeting(self, machine: r.Ranks, part: tuple[int, int, int]) -> list[Any]:
         """The rendezvous of a rank: address of the first rank, rank and size; one rendezvous for each generation."""
         rank, size, _ = part
-        if machine.first not in self._meetings:
-            first, name = self.engine.tasks[machine.members[0]], f"{self._name}/{machine.first}"
-            self._meetings = {machine.first: asyncio.create_task(self._meet(first, name))}
-        answer = await asyncio.shield(self._meetings[machine.first])
+        name = f"{self._name}/{machine.first}"  # the mode and the generation
+        if name not in self._meetings:
+            first = self.engine.tasks[machine.members[0]]
+            self._meetings = {name: asyncio.create_task(self._meet(first, name))}
+        answer = await asyncio.shield(self._meetings[name])
         return [answer.meta["name"], answer.meta["host"], answer.meta["port"], rank, size]
 
     async def _meet(self, first: Member, name: str) -> Ok:

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -326,7 +327,7 @@ class Steps:
         placed, why = self._placed_for(step, how, see, check, compile, one_by_one, graph)
         tasks = len(self._numbers())
         is_exact, source = self._is_exact(step, placed, how, source, exact)
-        may_sum = is_exact and placed.divides and placed.writes and not how.is_pipeline and tasks > 1
+        may_sum = is_exact and placed.divides and placed.writes and not how.is_pipeline  # more tasks may join one
         over = self._over_rows(step, check, compile, is_asked=exact is True) if may_sum else None
         is_stepwise = bool(why) or not placed.writes or over is not None
         _check_writes(step, placed, how, tasks, why, is_stepwise=is_stepwise)
@@ -338,8 +339,10 @@ class Steps:
         elif is_stepwise:
             is_whole = see is not None or how.is_pipeline
             steps = self._stepwise(step, placed, source, end, see, applied, seen, is_whole=is_whole, over=over)
+            steps = _in_one_mode(steps, changes, why or "tasks sum over all rows in mid-step")
         else:
-            steps = self._looping(step, placed, source, how, changes, end, timeout, applied, seen)
+            changed = partial(self._changed, step, placed, source, changes, exact)
+            steps = self._looping(step, placed, source, how, changed, end, timeout, applied, seen)
         yield from self._to_the_end(step, how, steps, end, seen)
 
     def _check_stages(self, step: StepGraph, how: Mode) -> None:
@@ -402,11 +405,12 @@ class Steps:
             return bool(exact), source
         may_sum, tasks = how.name == "sync" and not how.may_have_spare, len(self._numbers())
         count = min(how.required or tasks - how.backup, tasks)
-        if may_sum and count > 1 and (names := placed.placement.apart):
-            warnings.warn(f"{_written(names)}. {_SUMMED}", stacklevel=user_level(None))
+        if may_sum and (names := placed.placement.apart):
+            if tasks > 1:
+                warnings.warn(f"{_written(names)}. {_SUMMED}", stacklevel=user_level(None))
             return True, source
-        source, notes, is_mean = self._looked_at(step, placed, count, source, may_sum=may_sum)
-        for note in notes:
+        source, notes, is_mean = self._looked_at(step, placed, max(2, count), source, may_sum=may_sum)
+        for note in notes if tasks > 1 or not (may_sum or is_mean) else ():
             warnings.warn(note, stacklevel=user_level(None))
         if is_mean and count > 1 and not isinstance(source, Ahead):
             source = self._looked_further(step, placed, count, source)
@@ -458,7 +462,7 @@ class Steps:
         """
         known: dict[Any, bool] = step.whole.attached.setdefault("divided", {})
         key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), step.fetches, tasks
-        if key in known or tasks < 2 or not placed.writes or placed.tasks:
+        if key in known or not placed.writes or placed.tasks:
             return source, (), known.get(key, True)
         first: Iterable[StepFeeds | None]
         if isinstance(source, Ahead):
@@ -640,16 +644,7 @@ class Steps:
         seen.now = lambda: training.kept
 
         def results(offers: list[Offer], drain: bool = False) -> Iterator[StepGroup]:
-            patience = None if end is None else max(0.0, end - time.monotonic()) + SETTLE
-            new = changes()
-            how = None if new is None else self._possible(new)
-            if how is not None:
-                if placed.late is not None and how.may_have_spare:
-                    raise Unimplemented(
-                        f"mode={how}: {_LATE}, and with spare tasks no replica is sure to have these. Use a mode "
-                        "without spare tasks, or do not watch it"
-                    )
-                _ensure_summed(step, placed, how, is_taken=True)
+            patience, how = None if end is None else max(0.0, end - time.monotonic()) + SETTLE, changes()
             for group in self._waiting.do("training", patience, training.exchange, offers, pieces.is_spent, drain, how):
                 yield group._replace(values=_picked(placed.fetched, group.values))
 
@@ -684,6 +679,31 @@ class Steps:
         error = self._engine.link.wait(told, SETTLE, "the end of the training")
         if error is not None:
             raise self._waiting.explained(error)
+
+    def _changed(
+        self, step: StepGraph, placed: PlacedStep, source: Ahead | Iterable[StepFeeds | None],
+        changes: Callable[[], Mode | None], exact: bool | None,
+    ) -> Mode | None:  # fmt: skip
+        """Another mode for a training in progress, checked; warns of a step that tasks do not average exactly there.
+
+        Of drawn batches none is looked at, but the structure of the step is.
+        """
+        new = changes()
+        if new is None:
+            return None
+        how = self._possible(new)
+        if placed.late is not None and how.may_have_spare:
+            raise Unimplemented(
+                f"mode={how}: {_LATE}, and with spare tasks no replica is sure to have these. Use a mode "
+                "without spare tasks, or do not watch it"
+            )
+        tasks = len(self._numbers())
+        _check_writes(step, placed, how, tasks, "", is_stepwise=False)
+        if exact is None and how.is_joint and not how.every and placed.divides:
+            heads = source if isinstance(source, Ahead) else ()
+            for note in self._looked_at(step, placed, max(2, tasks), heads, may_sum=False)[1]:
+                warnings.warn(note, stacklevel=user_level(None))
+        return how
 
     def place(
         self, step: StepGraph, *, parallel: bool, check: bool = False, compile: Compile = "off", is_cut: bool = True,
@@ -754,6 +774,18 @@ class Steps:
             some = set(step.variables)
         others = [] if some is None else [variable for variable in held.variables if variable not in some]
         self._variables.pull([*self._variables.sent_but_behind(), *others])
+
+
+def _in_one_mode(
+    steps: Generator[StepGroup, None, None], changes: Callable[[], Mode | None], why: str
+) -> Generator[StepGroup, None, None]:  # fmt: skip
+    """The groups of a training that the notebook takes step by step; warns of a mode that a callback asks for."""
+    with closing(steps):
+        for group in steps:
+            yield group
+            if (new := changes()) is not None:
+                text = f"the training does not change to mode={new}: it takes one step after the other, as {why}"
+                warnings.warn(text, stacklevel=user_level(None))
 
 
 def _check_writes(

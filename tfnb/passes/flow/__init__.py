@@ -6,5 +6,5 @@
 microbatches become one, and `row_weights` by which weights; `microbatch_schedules` how many microbatches each stage of
 a pipeline works on at once, and in which order, and `pipeline_replicas` makes several loops of one over microbatches.
 `exact_rows` divides the rows of a step over tasks that sum in mid-step, by `row_rules` and, of ops that become several
-nodes, `exact_ops`.
+nodes, `exact_ops`; random ops draw in the order of the axes in memory, `axis_orders`.
 """

@@ -307,7 +307,7 @@ def _dropout(e: Emission) -> bool:
     value, division = e.value("input"), e.division
     if value is None or not e.argument("train") or (axis := division.axis_of(e.spec(value))) is None:
         return False
-    drawn = replace(e.node, id=new_id(), inputs=(division.ones(e.spec(value), e.node),))
+    drawn = replace(e.node, id=new_id(), inputs=(division.ones_like(value, e.node),))
     division.drawn[drawn.id] = drawn
     division.do_whole(drawn)
     scaled, mask = (division.rows_of(drawn.value(at), axis) for at in (0, 1))

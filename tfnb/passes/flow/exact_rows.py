@@ -27,6 +27,7 @@ from tfnb.graph.node import map_leaves
 from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import REGIONS, STRUCTURAL
 from tfnb.graph.subgraph import nested
+from tfnb.passes.flow.axis_orders import Order, axis_orders
 from tfnb.passes.flow.exact_ops import SPECIAL, Emission, FormOf
 from tfnb.passes.flow.row_rules import ALONG, BILINEAR, LINEAR, SUM, RowCall, outcome
 from tfnb.passes.prune import StepGraph, step_graph
@@ -107,6 +108,7 @@ class RowDivision:
     constants: set[Value] = field(default_factory=set)  # whole values that each task computes for itself
     _divided: dict[str, bool] = field(default_factory=dict)  # sizes, by their expression
     drawn: dict[int, Node] = field(default_factory=dict)  # random nodes of all rows, in place of the step's
+    _orders: dict[Value, Order] = field(init=False)  # of the axes of the step's values in memory
 
     def __post_init__(self) -> None:
         by_id = self.step.whole.contents.by_id
@@ -115,6 +117,7 @@ class RowDivision:
         self.rows = next((first.expr for first in firsts if first.is_symbol), "")
         taken = {s for node in self.step.graph.nodes for one in (node, *nested(node))
                  for spec in one.outputs for s in spec.symbols}  # fmt: skip
+        self._orders = axis_orders(self.step.graph.nodes)
         self.symbols: list[str] = []
         for _ in self.tasks if self.rows else ():
             self.symbols.append(unique(self.rows, taken | {self.rows, *self.symbols}))
@@ -404,16 +407,25 @@ class RowDivision:
         is_shaped = node.op.split(".")[1] in _SHAPED or node.op == "aten.bernoulli.p"
         if not is_shaped or len(node.inputs) != 1:
             return False
-        self.do_whole(replace(node, inputs=(self.ones(self.spec_at(node.inputs[0]), node),)))
+        self.do_whole(replace(node, inputs=(self.ones_like(node.inputs[0], node),)))
         return True
 
-    def ones(self, spec: Spec, of: Node) -> Value:
-        """A tensor of ones, of all rows, on each task."""
-        about = {"size": list(spec.shape), "fill_value": 1, "dtype": spec.dtype, "device": torch.device(spec.device)}
+    def ones_like(self, value: Value, of: Node) -> Value:
+        """Ones, of all rows, on each task, laid out in memory as ``value``."""
+        spec = self.spec_at(value)
+        order = self._orders.get(value) or tuple(range(len(spec.shape)))
+        sizes = [spec.shape[axis] for axis in order]
+        about = {"size": sizes, "fill_value": 1, "dtype": spec.dtype, "device": torch.device(spec.device)}
+        name, laid = f"{of.name}/ones", replace(spec, shape=tuple(sizes))
         values = tuple(
-            self.new(f"{of.name}/ones", "aten.full.default", (), about, spec, of, task)
-            for task in range(len(self.tasks))
-        )  # fmt: skip
+            self.new(name, "aten.full.default", (), about, laid, of, task) for task in range(len(self.tasks))
+        )
+        if list(order) != sorted(order):
+            turn = {"self": Ref(0), "dims": [order.index(axis) for axis in range(len(order))]}
+            values = tuple(
+                self.new(f"{name}/turned", "aten.permute.default", (ones,), turn, spec, of, task)
+                for task, ones in enumerate(values)
+            )
         self.states[values[0]] = FormOf("whole", values)
         self.constants.add(values[0])
         self.specs[values[0]] = spec

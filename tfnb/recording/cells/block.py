@@ -279,9 +279,9 @@ def _opened(
                 _graphs.pop(graph.name, None)
                 _graphs[graph.name] = graph
         for note in () if is_cell else lost:
-            if not note.nodes:
+            if not note.nodes and not note.is_quiet:
                 warnings.warn(str(note), stacklevel=user_level(None))
-            elif not note.uses_queues:
+            elif note.nodes and not note.is_quiet:
                 graph.attached.setdefault(LEFT, []).append(note)
 
 
@@ -407,8 +407,9 @@ def _commit(
         _warn_fixed(sizes, fixed)
         nodes = [substitute(_explained(node, fixed), sizes) for node in nodes]
     nodes, lost = attached(
-        recorder.tape.kept, nodes, _user_held(recorder, named, names), recorder.tape.everything, recorder.tape.calls
-    )
+        recorder.tape.kept, nodes, _user_held(recorder, named, names), recorder.tape.everything, recorder.tape.calls,
+        _choices(recorder),
+    )  # fmt: skip
     lost += [Note(*each) for each in (*recorder.python.kept(), *recorder.carried.notes())]
     if not recorder.is_cell and recorder.stop is not None:
         recorder.tape.draws += unheard_draws(recorder.held, recorder.tape.heard, recorder.stop, body)
@@ -454,7 +455,8 @@ def _keep_guards(recorder: Recorder, *, is_cell: bool) -> None:
     label = "the block" if source is None else source.label if is_cell else f"{source.label} line {source.line}"
     owners = {node.owner.key for node in graph.nodes if node.owner is not None}
     kept = {key: guards for key, guards in graph.attached.get(GUARDS, {}).items() if key in owners}
-    guards = recorder.python.guards(label, recorder.new, is_cell=is_cell)
+    nodes = [graph.contents.by_id.get(node.id, node) for node in recorder.new]  # large constants are copies there
+    guards = recorder.python.guards(label, nodes, is_cell=is_cell)
     graph.attached[GUARDS] = kept | {recorder.owner.key: guards}
     recorder.carried.remember()
 
@@ -483,6 +485,16 @@ def _user_held(recorder: Recorder, bound: set[int], names: Mapping[str, Any]) ->
     hidden |= {id(binding.given) for binding in recorder.tape.bindings.values()} - named
     tensors = {tensor.shown.value.node for tensor in recorder.live if id(tensor) not in hidden}
     return tensors | bound | {op.value.node for op in recorder.operations}
+
+
+def _choices(recorder: Recorder) -> dict[int, frozenset[int]]:
+    """By guard: the nodes among which its branch cannot have chosen, as each had all of its names before."""
+    now = recorder.named_nodes()
+    found: dict[int, frozenset[int]] = {}
+    for guard, above in recorder.tape.named_above.items():
+        given_later = {node for _, node in now - above}
+        found[guard] = frozenset(node for _, node in now & above if node not in given_later)
+    return found
 
 
 def _results(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, Value]:

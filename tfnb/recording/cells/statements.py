@@ -7,14 +7,20 @@ happens with the steps around it, so each belongs to exactly one step of its blo
 else the next one below it, else the last one. The step names it among its ``effects``, and its place in program order
 stays. In a block without a step the statistics of modules go with what the modules give, and other statements are
 noted. Semantics S-52.
+
+A *guard* holds the outcome of a branch that Python took. Nodes below the branch depend on its guard; a guard below all
+steps is given to a step as a statement is. It is given, too, to values above it among which the branch may have chosen
+(somebody holds them, and not by the names alone that they had before), where a run of the value needs no further feed,
+update or gradient for it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tfnb.graph import Contents, Node, Ref, SourceLine, Value, Variable
@@ -26,20 +32,21 @@ from tfnb.graph.subgraph import queues_of, uses_queues
 _CURE = "`everything = tfnb.effects()` at the end of the block gives an Operation that runs all its writes and steps"
 LEFT = "left out"  # key of what is attached to a graph: notes of statements that belong to no step, not told yet
 _TAKEN = frozenset({"tfnb.placeholder", "tfnb.read", "tfnb.constant"})
+_GUARD = "tfnb.guard"
 _GIVES_STEP = re.compile(r"[\w.\[\]]+\.(step|minimize|apply_gradients)\([^;]*\)")
 
 
 class Note(NamedTuple):
     """A note: code of the block that no run executes by itself, and the remedy.
 
-    nodes: those of a statement of a block without a step. uses_queues: the statement uses a queue; it is meant to be
-    fetched by itself, so no warning is given.
+    nodes: those of a statement of a block without a step. is_quiet: no warning is given, as the statement uses a queue
+    and is meant to be fetched by itself, or as it is a branch of which another warning tells.
     """
 
     source: SourceLine | None
     text: str
     nodes: tuple[Node, ...] = ()
-    uses_queues: bool = False
+    is_quiet: bool = False
 
     def __str__(self) -> str:
         at = f"{self.source.label} line {self.source.line}" if self.source else "recording"
@@ -70,17 +77,17 @@ class UnrunReason(NamedTuple):
 
 def attached(
     kept: Sequence[Node], new: Sequence[Node], live: Collection[int], everything: Collection[int] = (),
-    calls: Sequence[range] = (),
+    calls: Sequence[range] = (), settled: Mapping[int, Collection[int]] = MappingProxyType({}),
 ) -> tuple[list[Node], list[Note]]:  # fmt: skip
-    """The nodes of a block, with its statements as effects of its steps; and notes of code that no run executes.
+    """The nodes of a block, with statements and guards as effects of its steps; and notes of code that no run executes.
 
     kept: nodes of other blocks. live: ids of nodes of which somebody holds a handle. everything: ids of the groups that
     `tfnb.effects` gave, which run all writes and steps of the block. calls: ids of the nodes of each outermost call of
-    a module.
+    a module. settled: by guard the nodes among which its branch cannot have chosen.
     """
-    if not any(map(is_effect, new)):
+    if not any(is_effect(node) or node.op == _GUARD for node in new):
         return list(new), []
-    block = _Block(kept, new, live, everything, calls)
+    block = _Block(kept, new, live, everything, calls, settled)
     block.attach()
     nodes = [replace(n, effects=(*n.effects, *block.found[n.id])) if n.id in block.found else n for n in new]
     return [*nodes, *block.groups], block.notes
@@ -114,9 +121,11 @@ class _Block:
     live: Collection[int]
     everything: Collection[int]
     calls: Sequence[range]
+    settled: Mapping[int, Collection[int]]
     found: dict[int, tuple[int, ...]] = field(default_factory=dict)
     groups: list[Node] = field(default_factory=list)  # of the statistics of modules, in a block without steps
     lost: dict[UnrunReason, list[Node]] = field(default_factory=dict)  # what their statements write
+    unseen: dict[SourceLine | None, str] = field(default_factory=dict)  # guards that no step looks at
     notes: list[Note] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -137,6 +146,7 @@ class _Block:
             statements = self._with_modules(statements)
         for statement in statements:
             self._give(statement)
+        self._give_guards()
         self._note_lost()
         self._note_unheld()
 
@@ -259,6 +269,45 @@ class _Block:
     def _does_everything(self) -> bool:
         return any(group in self._held for group in self.everything)
 
+    # -- guards -----------------------------------------------------------------------------------------------------
+
+    def _give_guards(self) -> None:
+        """Give guards to steps and to values above them. A guard runs those above it, so the last one comes first."""
+        guards = [node for node in reversed(self.new) if node.op == _GUARD]
+        for guard in guards if self.steps else ():
+            self._give_to_step(guard)
+        place = self.contents.position
+        held = [n for n in self.new if n.id in self.live and n.outputs and n.op not in _TAKEN] if guards else []
+        for node in held:
+            run = self._reached([node.id])
+            for guard in guards:
+                is_free = place[guard.id] < place[node.id] or node.id in self.settled.get(guard.id, ())
+                if not is_free and guard.id not in run and self._is_seen(guard, run):
+                    self.found[node.id] = (*self.found.get(node.id, ()), guard.id)
+                    run |= self._reached([guard.id])
+
+    def _give_to_step(self, guard: Node) -> None:
+        step = self._step_of(BlockStatement((guard,)))
+        assert step is not None, "there are steps"
+        run = self._reached([step.id, *self.found.get(step.id, ())])
+        if guard.id in run:
+            return
+        lacks = self._lacks(BlockStatement((guard,)), step) or _changed(self._effects_of(guard, run))
+        if not lacks:
+            self.found[step.id] = (*self.found.get(step.id, ()), guard.id)
+        elif guard.source not in self.unseen:
+            self.unseen[guard.source] = f"a run of the step {step.name} does not look at this branch: it needs {lacks}"
+
+    def _is_seen(self, guard: Node, run: set[int]) -> bool:
+        """Whether the nodes of a run determine a guard by forward operations."""
+        more = [self.contents.by_id[i] for i in self._reached([guard.id]) - run]
+        is_forward = all(node.forward is None and not is_effect(node) for node in more)
+        return is_forward and self._needs(node.id for node in more) <= self._needs(run)
+
+    def _effects_of(self, guard: Node, run: set[int]) -> list[Node]:
+        """The writes and queue operations that a guard needs and a run lacks."""
+        return [node for i in self._reached([guard.id]) - run if is_effect(node := self.contents.by_id[i])]
+
     # -- what a step would need for a statement ------------------------------------------------------------------------
 
     def _lacks(self, statement: BlockStatement, step: Node) -> str:
@@ -310,7 +359,10 @@ class _Block:
                 named = "give its result a name and fetch that"
                 how = named if lost.is_named else "fetch what it writes, or a tfnb.group of that"
                 text = f"this changes {changes}, and {lost.why}. To run it {how}; {_CURE}"
-            self.notes.append(Note(lost.source, text, () if self.steps else tuple(nodes), lost.waits))
+            self.notes.append(
+                Note(lost.source, text, () if self.steps else tuple(nodes), lost.waits and not self.steps)
+            )
+        self.notes += [Note(source, text, is_quiet=True) for source, text in self.unseen.items()]
 
     def _note_unheld(self) -> None:
         """Add a note for the steps that nobody can fetch, one for each line."""

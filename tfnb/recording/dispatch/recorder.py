@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
         self.space = workspace(graph)
         self.symbols = self.space.symbols
         self.where = where
-        self.scopes = Scopes(names)
+        self.scopes, self._names = Scopes(names), names
         self.tape = Tape(owner, where, kept)
         self.born = WeakIdKeyDictionary()  # parameters and buffers made in this recording: whether of plain values
         self._elsewhere = WeakIdKeyDictionary()  # views of variables that other recordings made: what they look at
@@ -376,6 +376,15 @@ class Recorder(TorchDispatchMode):
             scope=self.scopes.current(),
         )  # fmt: skip
         self.tape.marks = replace(self.tape.marks, control=(*self.tape.marks.control, guard.node))
+        self.tape.named_above[guard.node] = self.named_nodes()
+
+    def named_nodes(self) -> frozenset[tuple[str, int]]:
+        """The names of the program that stand for recorded tensors now, each with the id of its node."""
+        found = list(self._names().items())
+        return frozenset(
+            (name, value.shown.value.node) for name, value in found
+            if isinstance(value, Tensor) and value.graph is self.graph and not name.startswith("_")
+        )  # fmt: skip
 
     def branch(
         self, tensor: torch.Tensor, outcome: bool, *, is_check: bool = False, raises: str | None = None,

@@ -67,6 +67,7 @@ class TapeState:
     batches: dict[int, torch.Tensor] = field(default_factory=dict)  # plain tensors that a DataLoader gave, by id
     # what is known of sizes and values
     guards: list[Guard] = field(default_factory=list)
+    named_above: dict[int, frozenset[tuple[str, int]]] = field(default_factory=dict)  # by guard node: names, and nodes
     equalities: list[tuple[str, sympy.Eq, str]] = field(default_factory=list)
     letters: set[str] = field(default_factory=set)  # symbols declared in this recording
     chosen: set[str] = field(default_factory=set)  # those of them that the user named
