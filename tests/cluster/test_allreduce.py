@@ -229,11 +229,11 @@ def test_a_training_changes_to_ranks_and_back(connect):
 
     def changed(progress):
         said.append(progress.step)
-        if progress.epoch < 3:
-            progress.change(("allreduce", "async")[progress.epoch - 1])
+        if progress.epoch < 5:
+            progress.change(("allreduce", "sync", "allreduce", "async")[progress.epoch - 1])
 
-    done = tfnb.fit(c.train, {c.x: torch.ones(160)}, batch_size=4, epochs=3, callbacks=[changed], timeout=240)
-    assert done.steps == 120 and c.counts() == [120.0, 120.0] and cluster.step == 120
+    done = tfnb.fit(c.train, {c.x: torch.ones(160)}, batch_size=4, epochs=5, callbacks=[changed], timeout=240)
+    assert done.steps == 200 and c.counts() == [200.0, 200.0] and cluster.step == 200
 
 
 def test_checkpoints_of_ranks_resume_where_they_were(connect, tmp_path):

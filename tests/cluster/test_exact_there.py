@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tests.cluster.conftest import WORKERS, workers
+from tests.cluster.conftest import WORKERS, until, worker_processes, workers
 from tfnb.errors import InvalidArgument
 
 
@@ -99,6 +99,47 @@ def test_a_watched_variable_leaves_the_sums_exact(connect: Callable[..., Any], h
     net = Spread("watched")
     result = net.fit(exact=True, watch={"loss": net.loss, "count": net.count})
     ensure_same(net, result, here)
+
+
+def rooted(name: str) -> tuple[nn.Module, Any, dict[Any, torch.Tensor]]:
+    """A root of a mean over rows: the layer, a step, and data."""
+    torch.manual_seed(0)
+    layer, rows = nn.Linear(3, 1).double(), torch.randn(40, 3, dtype=torch.float64)
+    with tfnb.record(name):
+        x = tfnb.placeholder(rows[:8])
+        step = tfnb.train.SGD(0.001).minimize(layer(x).square().mean().sqrt())
+    return layer, step, {x: rows}
+
+
+def test_a_change_of_mode_names_a_loss_that_is_no_mean_and_exact_sums_keep_theirs(connect: Callable[..., Any]) -> None:
+    connect(2)
+    _, step, data = rooted("root")
+
+    def change(progress: tfnb.train.Progress) -> None:
+        progress.change("allreduce" if progress.epoch == 1 else "sync")
+
+    with pytest.warns(UserWarning, match="no mean over rows"):
+        tfnb.fit(step, data, batch_size=8, epochs=2, mode="async", callbacks=[change])
+    with pytest.warns(UserWarning, match="does not change to mode=allreduce.*tasks sum over all rows in mid-step"):
+        tfnb.fit(step, data, batch_size=8, epochs=2, exact=True, callbacks=[change])
+
+
+@pytest.mark.slow
+def test_a_task_that_joins_a_training_of_one_sums_with_it() -> None:
+    """While there is one task nobody divides rows, so the loss is not yet told to be no mean over them."""
+    (plain, *alone), (layer, *there), tasks = rooted("alone"), rooted("joined"), []
+    with worker_processes(2) as client, tfnb.connect(client, ps=1) as cluster:
+
+        def grow(progress: tfnb.train.Progress) -> None:
+            if progress.epoch == 2:
+                client.cluster.scale(3)
+                until(lambda: len(cluster.tasks) == 2)
+            tasks.append(len(cluster.tasks))
+
+        tfnb.fit(*there, batch_size=8, epochs=6, callbacks=[grow])
+    tfnb.fit(*alone, batch_size=8, epochs=6)
+    assert tasks[0] == 1 and tasks[-1] == 2
+    torch.testing.assert_close(layer.state_dict(), plain.state_dict(), rtol=1e-11, atol=1e-12)
 
 
 class Adversaries:

@@ -215,6 +215,35 @@ def test_images_are_enlarged_row_by_row() -> None:
     torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-13)
 
 
+def _bags(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(nn.TransformerEncoderLayer(4, 2, 8, 0.5, batch_first=True)(x), 0.3)
+
+
+LAID_OUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: F.dropout((x * 2).transpose(0, 1), 0.5),
+    "permuted": lambda x: F.dropout(x.permute(2, 0, 1).square()[1], 0.5),
+    "selected": lambda x: F.dropout(torch.tanh(x.transpose(0, 1))[-1], 0.5),
+    "like": lambda x: torch.randn_like(x.transpose(1, 2)) * x.transpose(1, 2),
+    "lstm": lambda x: nn.LSTM(4, 3, 2, batch_first=True, dropout=0.5)(x)[0],
+    "gru, time first": lambda x: nn.GRU(4, 3, 2, dropout=0.5)(x.transpose(0, 1))[0],
+    "encoder": _bags,
+    "images": lambda x: F.dropout(nn.Conv2d(4, 3, 1)(x[..., None, None, :, :].transpose(1, 2)[:, 0].transpose(1, 3)
+                                                     .to(memory_format=torch.channels_last)), 0.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_draws_are_those_of_one_machine_however_the_operand_is_laid_out(name: str) -> None:
+    torch.manual_seed(0)
+    with tfnb.record("laid") as graph:
+        x = tfnb.placeholder(torch.randn(6, 5, 4), name="x", shape=(None, 5, 4))
+        out = LAID_OUT[name](x)
+    graph.seed, rows = 3, torch.randn(7, 5, 4)
+    (found,) = Taken(over(graph, [out.value], [x], 2))([rows])
+    expected = tfnb.Session(graph, compile="off").run(out, {x: rows})
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
 def test_what_has_no_rows_is_not_divided() -> None:
     with tfnb.record("fixed") as graph:
         x = tfnb.placeholder(torch.ones(3), name="x", shape=(3,))

@@ -76,6 +76,24 @@ def test_autocast() -> None:
     check(network, autocast, tolerance=3e-2)
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_autocast_around_a_run_changes_nothing(recorded: bool) -> None:
+    torch.manual_seed(0)
+    net, rows = nn.Linear(3, 5), torch.randn(8, 3)
+    with tfnb.record():
+        x = tfnb.placeholder(rows)
+        with torch.autocast("cpu", torch.bfloat16, enabled=recorded):
+            out = net(x)
+        step = tfnb.train.SGD(0.1).minimize(out.float().square().mean())
+    call = tfnb.Session(out.graph).make_callable(out, [x])
+    expected = tfnb.run(out, {x: rows})
+    with torch.autocast("cpu", torch.bfloat16):
+        for found in (tfnb.run(out, {x: rows}), call(rows)):
+            assert found.dtype == (torch.bfloat16 if recorded else torch.float32) and torch.equal(found, expected)
+        tfnb.fit(step, {x: rows}, batch_size=4)
+        assert torch.is_autocast_enabled("cpu")
+
+
 def test_casts_of_autocast_do_not_pass_from_one_recording_to_another() -> None:
     model = made(network)
     with torch.autocast("cpu", dtype=torch.bfloat16):

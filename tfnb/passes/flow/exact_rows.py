@@ -117,7 +117,7 @@ class RowDivision:
         self.rows = next((first.expr for first in firsts if first.is_symbol), "")
         taken = {s for node in self.step.graph.nodes for one in (node, *nested(node))
                  for spec in one.outputs for s in spec.symbols}  # fmt: skip
-        self._orders = axis_orders(self.step.graph.nodes)
+        self._orders = axis_orders(self.step.graph.nodes, self.specs)
         self.symbols: list[str] = []
         for _ in self.tasks if self.rows else ():
             self.symbols.append(unique(self.rows, taken | {self.rows, *self.symbols}))

@@ -1,0 +1,141 @@
+"""Guards of branches that Python takes below a step, or behind the values among which it chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tfnb
+from tfnb.errors import BranchChanged
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Python took the .* branch of a recorded value:UserWarning")
+LARGE, SMALL = torch.full((4, 3), 3.0), torch.full((4, 3), 0.01)
+
+
+class Best(nn.Module):
+    """A layer that keeps its weight of the least loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1, bias=False)
+        nn.init.constant_(self.layer.weight, 0.5)
+        self.register_buffer("least", torch.tensor(0.5))
+        self.register_buffer("kept", torch.zeros(1, 3))
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), 0.01)
+
+    def step(self, x: torch.Tensor, below: Callable[[Any, torch.Tensor], None]) -> tuple[Any, torch.Tensor]:
+        self.optimizer.zero_grad()
+        loss = self.layer(x).square().mean()
+        loss.backward()
+        step = self.optimizer.step()
+        below(self, loss.detach())
+        return step, loss
+
+
+def keep(best: Best, loss: torch.Tensor) -> None:
+    if loss < best.least:
+        best.least.copy_(loss)
+        best.kept.copy_(best.layer.weight.detach())
+
+
+def count_and_keep(best: Best, loss: torch.Tensor) -> None:
+    best.least += 1.0
+    if best.least > 2.0:
+        best.kept.copy_(best.layer.weight.detach())
+
+
+def ensure_large(best: Best, loss: torch.Tensor) -> None:
+    assert loss > 0.05
+
+
+@pytest.mark.parametrize("how", ["step", "both", "fit"])
+@pytest.mark.parametrize("below", [keep, count_and_keep, ensure_large])
+def test_a_run_of_a_step_looks_at_the_branches_below_it(how: str, below: Any) -> None:
+    best = Best()
+    with tfnb.record("best"):
+        x = tfnb.placeholder(LARGE)
+        step, loss = best.step(x, below)
+    runs: dict[str, Callable[[torch.Tensor], object]] = {
+        "step": lambda rows: tfnb.run(step, {x: rows}), "both": lambda rows: tfnb.run([step, loss], {x: rows}),
+        "fit": lambda rows: tfnb.fit(step, {x: rows}, batch_size=4),
+    }  # fmt: skip
+    runs[how](LARGE)
+    before = [value.clone() for value in best.state_dict().values()]
+    with pytest.raises(BranchChanged):
+        runs[how](SMALL)
+    assert all(map(torch.equal, best.state_dict().values(), before))
+    if below is not count_and_keep:
+        tfnb.run(loss, {x: LARGE})
+
+
+def test_a_step_takes_no_named_write_for_a_branch_below_it() -> None:
+    """The branch hangs on a write that the user runs by itself: the step does not do it, and does not look."""
+    weight = nn.Parameter(torch.ones(3))
+    count = tfnb.Variable(torch.tensor(0.0), trainable=False, name="count")
+    with tfnb.record("named") as graph:
+        x = tfnb.placeholder(torch.ones(2, 3))
+        step = tfnb.train.SGD(0.1).minimize((x @ weight).mean())
+        counted = count.assign_add(1.0)
+        if counted < 3.0:
+            more = x * 2
+    tfnb.run(step, {x: torch.ones(2, 3)})
+    assert count.value() == 0.0
+    assert any("does not look at this branch: it needs count" in note for note in graph.notes)
+    tfnb.run([counted, more], {x: torch.ones(2, 3)})
+    assert count.value() == 1.0
+
+
+class Early(nn.Module):
+    """It leaves early where it is sure."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sure = x * 2
+        if sure.sum() > 0:
+            return sure
+        return x * 3
+
+
+def largest(x: torch.Tensor) -> torch.Tensor:
+    return max([x * 2, x * -3], key=lambda each: each.sum())
+
+
+def first(x: torch.Tensor) -> torch.Tensor:
+    return next(each for each in (x * 2, x * -3) if each.sum() > 0)
+
+
+@pytest.mark.parametrize("choose", [Early(), largest, first])
+def test_a_value_among_which_python_chose_is_refused_in_a_run_that_would_choose_another(choose: Any) -> None:
+    with tfnb.record("chosen"):
+        x = tfnb.placeholder(torch.ones(2))
+        y = choose(x)
+    assert torch.equal(tfnb.run(y, {x: torch.full((3,), 2.0)}), torch.full((3,), 4.0))
+    with pytest.raises(BranchChanged):
+        tfnb.run(y, {x: -torch.ones(2)})
+
+
+def test_a_name_given_to_an_earlier_value_is_a_choice_and_its_own_name_is_none() -> None:
+    with tfnb.record("names"):
+        x = tfnb.placeholder(torch.ones(2))
+        a, b = x * 2, x * 3
+        c = x + 1
+        chosen = a if x.sum() > 0 else b
+    assert tfnb.run(c, {x: -torch.ones(2)}).tolist() == [0.0, 0.0]
+    with pytest.raises(BranchChanged):
+        tfnb.run(chosen, {x: -torch.ones(2)})
+
+
+def test_a_value_takes_no_gradient_and_no_further_feed_for_a_branch_behind_it() -> None:
+    weight = nn.Parameter(torch.ones(()))
+    with tfnb.record("apart"):
+        x, y = tfnb.placeholder(torch.ones(2)), tfnb.placeholder(torch.ones(2))
+        values = [x * weight]
+        (grad,) = tfnb.gradients(values[0].sum(), [weight])
+        if grad.norm() > 0:
+            pass
+        if y.sum() > 0:
+            pass
+    assert tfnb.run(values[0], {x: torch.zeros(2)}).tolist() == [0.0, 0.0]
