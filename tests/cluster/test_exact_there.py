@@ -114,6 +114,8 @@ def rooted(name: str) -> tuple[nn.Module, Any, dict[Any, torch.Tensor]]:
 def test_a_change_of_mode_names_a_loss_that_is_no_mean_and_exact_sums_keep_theirs(connect: Callable[..., Any]) -> None:
     connect(2)
     _, step, data = rooted("root")
+    with pytest.warns(UserWarning, match="So tasks sum over all rows"):
+        tfnb.fit(step, data, batch_size=8, epochs=1)
 
     def change(progress: tfnb.train.Progress) -> None:
         progress.change("allreduce" if progress.epoch == 1 else "sync")
@@ -125,9 +127,13 @@ def test_a_change_of_mode_names_a_loss_that_is_no_mean_and_exact_sums_keep_their
 
 
 @pytest.mark.slow
-def test_a_task_that_joins_a_training_of_one_sums_with_it() -> None:
-    """While there is one task nobody divides rows, so the loss is not yet told to be no mean over them."""
-    (plain, *alone), (layer, *there), tasks = rooted("alone"), rooted("joined"), []
+@pytest.mark.parametrize("is_iterated", [False, True])
+def test_a_task_that_joins_a_training_of_one_sums_with_it(*, is_iterated: bool) -> None:
+    """While there is one task it loops by itself, and the loss is not yet told to be no mean over rows."""
+    (plain, *alone), (layer, step, data), tasks = rooted("alone"), rooted("joined"), []
+    ((x, rows),) = data.items()
+    batches = [{x: rows[at : at + 8]} for at in range(0, len(rows), 8)]
+    given: dict[str, Any] = {"data": batches} if is_iterated else {"data": data, "batch_size": 8, "shuffle": False}
     with worker_processes(2) as client, tfnb.connect(client, ps=1) as cluster:
 
         def grow(progress: tfnb.train.Progress) -> None:
@@ -136,8 +142,8 @@ def test_a_task_that_joins_a_training_of_one_sums_with_it() -> None:
                 until(lambda: len(cluster.tasks) == 2)
             tasks.append(len(cluster.tasks))
 
-        tfnb.fit(*there, batch_size=8, epochs=6, callbacks=[grow])
-    tfnb.fit(*alone, batch_size=8, epochs=6)
+        tfnb.fit(step, **given, epochs=6, callbacks=[grow])
+    tfnb.fit(*alone, batch_size=8, shuffle=False, epochs=6)
     assert tasks[0] == 1 and tasks[-1] == 2
     torch.testing.assert_close(layer.state_dict(), plain.state_dict(), rtol=1e-11, atol=1e-12)
 

@@ -18,6 +18,7 @@ from tfnb.execution import lower
 from tfnb.graph import Value
 from tfnb.passes import step_graph
 from tfnb.passes.flow.merges import ROWS, mean
+from tfnb.passes.flow.row_weights import weighed
 from tfnb.passes.microbatches import divide
 from tfnb.placement.partition import split
 from tfnb.placement.placement import Piece
@@ -576,6 +577,10 @@ def test_a_buffer_that_counts_rows_is_written_apart_from_gradients() -> None:
     step = tfnb.Session(graph)._prepare(train, (x,)).code.step
     homes = {variable.key: (Piece(0, variable.key),) for variable in step.variables}
     assert split(step, homes, parallel=True).placement.apart == ("seen",)
+    about = weighed(step)
+    placement = split(about.step, homes, parallel=True, weighed=about).placement
+    assert placement.apart == () and placement.joined == ("seen",)
+    assert {t.kind for t in placement.transfers if t.variable == "seen"} == {"sum"}
 
 
 def test_gradients_of_complex_parameters_are_averaged():

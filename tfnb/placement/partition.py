@@ -23,7 +23,7 @@ one task from all rows; a new value that a server cannot compute from its pieces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -40,6 +40,7 @@ from tfnb.passes.flow.cut import End, Partition
 from tfnb.passes.flow.cut import Kind as Amount
 from tfnb.passes.flow.merges import ROWS, Weight
 from tfnb.passes.flow.places import TASK, Home, Place
+from tfnb.passes.flow.row_weights import WeighedStep
 from tfnb.passes.flow.step_flow import symbols_of
 from tfnb.passes.resolve import ResolvedStep, resolve
 from tfnb.passes.unordered import unordered
@@ -47,6 +48,7 @@ from tfnb.placement.placement import Homes, Kind, Placement, Rows, Transfer, ser
 from tfnb.placement.shards import BY_ROWS
 
 NOWHERE: frozenset[Place] = frozenset()
+WEIGHTED: tuple[Kind, ...] = ("grad", "rows", "mean")
 
 
 class Undivided(Exception):
@@ -113,20 +115,19 @@ class Split:
 
 def split(
     step: StepGraph, homes: Homes, *, parallel: bool, tasks: tuple[int, ...] = (), is_staged: bool = False,
-    weigh: Callable[[Value], Weight] = lambda value: ROWS,
+    weighed: WeighedStep | None = None,
 ) -> Split:  # fmt: skip
     """Split a step; ``homes``: where each variable lies.
 
     ``parallel``: the rows of a batch will be divided over replicas, so no single one of them can give a fetch that
     depends on averaged gradients. ``tasks``: those that the graph asks for. ``is_staged``: whether these are stages
     that hold their Variables: what is computed from gradients, such as a norm over all of them, is then done by the
-    tasks, so that no server needs the gradients of other stages. ``weigh``: the weight of a derivative, whose total the
-    step fetches.
+    tasks, so that no server needs the gradients of other stages. ``weighed``: the step, with the weights of values.
     """
     why = None
     for divides in (True, False) if parallel else (False,):
         try:
-            cut = _Cut(step.whole, step.graph, step.fetches, step.feeds, homes, tasks, divides, is_staged, weigh)
+            cut = _Cut(step.whole, step.graph, step.fetches, step.feeds, homes, tasks, divides, is_staged, weighed)
             return replace(cut.parts(), undivided=why)
         except Undivided as error:
             why = why or str(error)
@@ -159,7 +160,7 @@ class _Cut:
     tasks: tuple[int, ...]
     divides: bool = False
     is_staged: bool = False
-    weigh: Callable[[Value], Weight] = lambda value: ROWS
+    weighed: WeighedStep | None = None
     state: ResolvedStep = field(init=False)
     gradient: set[int] = field(default_factory=set)  # nodes that depend on a recorded derivative
 
@@ -280,10 +281,9 @@ class _Cut:
     def _changed(self) -> tuple[str, ...]:
         return tuple(variable.key for variable in self.state.final)
 
-    def _apart(self, transfers: Iterable[Transfer]) -> Iterator[str]:
-        """Variables, no statistics of batch norm, whose new value hangs on rows that are fed, and on no gradient.
-
-        Or on one that the server computes after another update, of the rows that the first task sends.
+    def _of_rows(self, transfers: Sequence[Transfer]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of Variables, no statistics of batch norm, whose server takes values of the rows that are fed, and no
+        gradients: from the first task only, and from all tasks as a mean or sum.
         """
         shapes = {value: self._spec(value).shape for value in self.feeds}
         fed = {value for value, shape in shapes.items() if shape and not isinstance(shape[0], int)}  # the divided ones
@@ -294,14 +294,15 @@ class _Cut:
             is_of_rows = any((v in fed or v.node in hangs) and i != at for i, v in enumerate(node.inputs))
             if is_of_rows or (at is None and not sizes.isdisjoint(node.symbols)):
                 hangs.add(node.id)
-        rows = {t.value for t in transfers if t.kind == "value" and (t.value in fed or t.value.node in hangs)}
-        for variable, value in self.state.final.items():
-            own = value in fed or (value.node in hangs and value.node not in self.gradient)
-            is_late = rows and value.node in self.state.updated
-            if is_late and not own:
-                own = not rows.isdisjoint(self._made_of(variable, value, transfers)[1])
-            if own and not _is_of_norm(variable):
-                yield variable.name
+        own = {t.value for t in transfers if t.kind == "value" and (t.value in fed or t.value.node in hangs)}
+        joined = {t.value for t in transfers if t.kind in ("mean", "sum")}
+        apart, summed = list[str](), list[str]()
+        for variable, value in self.state.final.items() if own or joined else ():
+            sent = self._made_of(variable, value, transfers)[1]
+            if not _is_of_norm(variable):
+                apart += [] if own.isdisjoint(sent) else [variable.name]
+                summed += [] if joined.isdisjoint(sent) else [variable.name]
+        return tuple(apart), tuple(summed)
 
     def _made_of(
         self, variable: Variable, value: Value, transfers: Iterable[Transfer]
@@ -341,11 +342,11 @@ class _Cut:
             for node in cut.nodes(place):
                 places[node.id] = (*places.get(node.id, ()), place)
         transfers = tuple(border for server in servers for border in server.borders)
-        raced = tuple(self._raced(transfers))
+        (apart, joined), raced = self._of_rows(transfers), tuple(self._raced(transfers))
         free = tuple(variable.key for variable in unordered(self.pruned) if variable.name not in raced)
         return Placement(
             places, self.homes, transfers, tuple(self._targets), self.tasks, self._changed,
-            tuple(self._apart(transfers)), raced, free,
+            apart, raced, free, joined,
         )  # fmt: skip
 
     def _server(self, cut: Partition, shard: int, targets: Mapping[Variable, Value]) -> Server:
@@ -359,7 +360,7 @@ class _Cut:
         sent = [cut.flow.value(edge.port) for edge in edges if edge.kind == Amount.VALUE]
         kinds = {value: self._kind(value, value in gradients) for value in sent if value is not None}
         rows, contents = self._rows(shard, targets, mine, kinds), self.pruned.contents
-        weights = {v: self.weigh(v) for v, kind in kinds.items() if self.divides and kind in ("grad", "rows")}
+        weights = {v: self._weight(v, kind) for v, kind in kinds.items() if kind in WEIGHTED}
         borders = tuple(
             Transfer(
                 v,
@@ -378,6 +379,11 @@ class _Cut:
         nodes = [fed.rewired(replace(node, control=()) if node.control else node) for node in mine]
         new = {variable: fed.of(value) for variable, value in targets.items()}
         return self._applying(shard, fed, nodes, new, borders)
+
+    def _weight(self, value: Value, kind: Kind) -> Weight:
+        if self.weighed is None or not self.divides:
+            return ROWS
+        return self.weighed.merges[value] if kind == "mean" else self.weighed.of(value)
 
     def _is_derivative(self, value: Value) -> bool:
         """Whether a value is made by a node of a backward pass."""
@@ -444,7 +450,11 @@ class _Cut:
             if derived:
                 return "rows" if value.index == 0 else "entries"
             return "value" if isinstance(spec.shape[0], int) else "entries"  # divided with the batch that was fed
-        return "grad" if (is_gradient or derived) and flows(spec.dtype) else "value"
+        if (is_gradient or derived) and flows(spec.dtype):
+            return "grad"
+        if self.divides and self.weighed is not None and value in self.weighed.merges:
+            return "mean" if flows(spec.dtype) else "sum"
+        return "value"
 
     def _also(self) -> dict[int, frozenset[Place]]:
         """The servers that repeat a node of the task if their writes need its value, by the node's id.

@@ -15,7 +15,7 @@ from tfnb.graph import Value
 from tfnb.passes.flow.merges import ROWS, Weight
 from tfnb.passes.flow.places import Place
 
-Kind = Literal["grad", "rows", "entries", "value", "weight", "any"]
+Kind = Literal["grad", "rows", "entries", "mean", "sum", "value", "weight", "any"]
 Rows = tuple[int, int]
 
 
@@ -82,9 +82,10 @@ class Placement:
 
     ``places``: by a node's id, the places where the node runs. ``writes``: shards that the step writes,
     ``changed``: keys of the Variables that the step writes. ``tasks``: numbers of the tasks that the graph asks for,
-    empty if any will do. ``apart``: names of Variables whose new value depends on the feeds, but on no gradient;
-    ``raced``: names of Variables whose new value a task computes from a possibly outdated read. ``free``: keys of
-    Variables whose updates, all within `tfnb.unordered`, servers add to the value of the moment.
+    empty if any will do. ``apart``: names of Variables whose new value is made of what the first task has of its rows;
+    ``joined``: of sums or means over rows, of all tasks; ``raced``: names of Variables whose new value a task computes
+    from a possibly outdated read. ``free``: keys of Variables whose updates, all within `tfnb.unordered`, servers add
+    to the value of the moment.
     """
 
     places: Mapping[int, tuple[Place, ...]]
@@ -96,3 +97,4 @@ class Placement:
     apart: tuple[str, ...] = ()
     raced: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()

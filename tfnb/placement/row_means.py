@@ -107,12 +107,12 @@ def probe(step: StepGraph, homes: Homes) -> MeansProbe | None:
     for each in (step, updates):  # what is fetched may be of averaged gradients
         rows, losses, watched, numbers = _numbers(each, weights)
         whole = StepGraph(weights.step.whole, weights.step.graph, each.fetches, each.feeds)
-        cut = split(whole.also((*weights.totals, *numbers)), homes, parallel=True, weigh=weights.of)
+        cut = split(whole.also((*weights.totals, *numbers)), homes, parallel=True, weighed=weights)
         if cut.divides:
             break
     else:  # a loss of values after an update
         losses = watched = numbers = ()
-        cut = split(whole.also(weights.totals), homes, parallel=True, weigh=weights.of)
+        cut = split(whole.also(weights.totals), homes, parallel=True, weighed=weights)
     borders = tuple({b.value: b for s in cut.servers for b in s.borders if b.kind not in ("value", "any")}.values())
     if not cut.divides or not any(b.kind in ("grad", "rows") for b in borders):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -157,6 +158,11 @@ class DrawnBatches:
     def held_back(self) -> bool:
         """Whether a batch is held back until the Variables written while drawing the batch are sent to the servers."""
         return bool(self._back)
+
+    @property
+    def rest(self) -> Iterable[StepFeeds | None]:
+        """The batches that were not taken."""
+        return itertools.chain(self._back, self._batches)
 
     def take(
         self, size: int, has_written: Callable[[], bool] = lambda: False, task: int | None = None

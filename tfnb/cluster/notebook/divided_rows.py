@@ -259,7 +259,7 @@ class _Comparing:
         return {symbol: of[value].shape[axis] for symbol, (value, axis) in shown.items()}
 
     def _grads(self, parts: Sequence[Sequence[torch.Tensor]], rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The mean by rows, as computed by servers, of each gradient, by the name of its Variable."""
+        """Each gradient, and each other mean or sum over rows, as servers join it; by the name of its Variable."""
         borders = self.probe.borders
         kinds, weights = [border.kind for border in borders], self.probe.weights[: len(borders)]
         means = dict(zip([b.value for b in borders], merged(kinds, weights, parts, rows), strict=True))
@@ -268,6 +268,8 @@ class _Comparing:
             value, name = means[border.value], border.variable or f"number {number}"
             if border.kind == "grad":
                 found[f"{name}#{number}"] = value
+            elif border.kind in ("mean", "sum"):
+                found[f"{name}#{number}{_JOINED}"] = value if flows(value.dtype) else value.double()
             elif border.kind == "rows":
                 entries = means.get(Value(border.value.node, 1))
                 if entries is not None:
@@ -337,6 +339,12 @@ class _Comparing:
         where = "the step" if at is None else str(at.source or at.name)
         why = "" if reason is None else f": {_for(reason, self.who)}"
         away = "is not finite" if math.isinf(share) else f"is {share:.2g} of its size away"
+        if name.endswith(_JOINED):
+            return (
+                f"{name.partition('#')[0]} takes a value that is no mean of, or sum over, rows. Of the first {rows} "
+                f"rows, divided over {parts} {self.who.parts}, the value joined from theirs {away} from that of all of "
+                f"them together. {self.who.instead}. {_TURNED_OFF}"
+            )
         return (
             f"{where}: the loss is no mean over rows{why}. Of the first {rows} rows, divided over {parts} "
             f"{self.who.parts}, the averaged gradient of {name.partition('#')[0]} {away} from that of all of them "
@@ -344,6 +352,7 @@ class _Comparing:
         )
 
 
+_JOINED = "#joined"  # ends the name of a value that a Variable takes along no gradient
 _LATE = f"it takes more than {SECONDS:.0f} s"
 _SHOWN = {
     "mean": ("is no mean over rows", "the mean, by rows, of its values for parts"),

@@ -20,7 +20,7 @@ from distributed import Client
 from tfnb.cluster.engine.engine import Engine
 from tfnb.cluster.engine.lent_windows import may_be_lent
 from tfnb.cluster.engine.members import CLASSES, MODES, Ahead, Mode, StepFeeds
-from tfnb.cluster.engine.sources import NONE, drawn_from
+from tfnb.cluster.engine.sources import NONE, DrawnBatches, drawn_from
 from tfnb.cluster.engine.step_record import StepRecord
 from tfnb.cluster.engine.training import Training
 from tfnb.cluster.modes.joins import join, joins
@@ -337,8 +337,11 @@ class Steps:
         if how.is_pipeline and not see and not one_by_one and may_be_lent(placed):
             steps = self._in_windows(step, placed, source, end, applied, seen)
         elif is_stepwise:
-            is_whole = see is not None or how.is_pipeline
-            steps = self._stepwise(step, placed, source, end, see, applied, seen, is_whole=is_whole, over=over)
+            if over is not None and not why and tasks == 1:
+                steps = self._alone_first(step, placed, source, how, end, timeout, applied, seen, over)
+            else:
+                is_whole = see is not None or how.is_pipeline
+                steps = self._stepwise(step, placed, source, end, see, applied, seen, is_whole=is_whole, over=over)
             steps = _in_one_mode(steps, changes, why or "tasks sum over all rows in mid-step")
         else:
             changed = partial(self._changed, step, placed, source, changes, exact)
@@ -461,7 +464,8 @@ class Steps:
         may_sum: whether tasks sum over all rows where it is none.
         """
         known: dict[Any, bool] = step.whole.attached.setdefault("divided", {})
-        key = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign"), step.fetches, tasks
+        writes = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign")
+        key = writes, step.fetches, tasks, may_sum  # where tasks average, after a sum was told, that is told, too
         if key in known or not placed.writes or placed.tasks:
             return source, (), known.get(key, True)
         first: Iterable[StepFeeds | None]
@@ -623,12 +627,28 @@ class Steps:
             )
         return left
 
+    def _alone_first(
+        self, step: StepGraph, placed: PlacedStep, source: Ahead | Iterable[StepFeeds | None], mode: Mode,
+        end: float | None, timeout: float | None, applied: AppliedSteps, seen: SeenSteps, over: ExactSteps,
+    ) -> Generator[StepGroup, None, None]:  # fmt: skip
+        """The only task has all rows, and loops by itself until another task is there; then they sum in mid-step."""
+        only = replace(placed, placement=replace(placed.placement, tasks=tuple(self._numbers())))
+        has_joined = lambda: not {*self._numbers()} <= {*only.tasks}  # noqa: E731
+        given = mode, lambda: None, end, timeout, applied, seen, has_joined
+        rest = yield from self._looping(step, only, source, *given)
+        if rest is not None:
+            self._show()
+            yield from self._stepwise(step, placed, rest[0], end, None, rest[1], seen, is_whole=False, over=over)
+
     def _looping(
         self, step: StepGraph, placed: PlacedStep, source: Ahead | Iterable[StepFeeds | None], mode: Mode,
         changes: Callable[[], Mode | None], end: float | None, timeout: float | None, applied: AppliedSteps,
-        seen: SeenSteps,
-    ) -> Generator[StepGroup, None, None]:  # fmt: skip
-        """The tasks loop by themselves; from here they are lent pieces of the data ahead of need."""
+        seen: SeenSteps, is_over: Callable[[], bool] = lambda: False,
+    ) -> Generator[StepGroup, None, tuple[Ahead | Iterable[StepFeeds | None], AppliedSteps] | None]:  # fmt: skip
+        """The tasks loop by themselves; from here they are lent pieces of the data ahead of need.
+
+        Once ``is_over`` is true nothing more is lent; returns the data that is left, and the steps that are applied.
+        """
         engine, held, left = self._engine, self._variables.held, self._left(end)
         if mode.outer is not None:
             outer = self.place(mode.outer.step, parallel=False)
@@ -641,19 +661,20 @@ class Steps:
         training: Training = self._waiting.do(
             "starting to train", None, engine.train, placed, mode, data, left, applied
         )
-        seen.now = lambda: training.kept
+        seen.now, is_left = lambda: training.kept, False
 
         def results(offers: list[Offer], drain: bool = False) -> Iterator[StepGroup]:
             patience, how = None if end is None else max(0.0, end - time.monotonic()) + SETTLE, changes()
-            for group in self._waiting.do("training", patience, training.exchange, offers, pieces.is_spent, drain, how):
+            is_last = pieces.is_spent or is_left
+            for group in self._waiting.do("training", patience, training.exchange, offers, is_last, drain, how):
                 yield group._replace(values=_picked(placed.fetched, group.values))
 
         try:
             while training.end is None:
                 self._variables.outdated(step)
                 self._variables.send_for_step(step.variables, thorough=False)
-                machine, offers = training.machine, []
-                for task in machine.takers:
+                machine, offers, is_left = training.machine, [], is_left or is_over()
+                for task in () if is_left else machine.takers:
                     size = machine.next_size(pieces.left)
                     piece = pieces.take(size, lambda: bool(held.written(step.variables, thorough=False)), task)
                     offers += [Offer(piece, task)] if piece else []
@@ -679,6 +700,9 @@ class Steps:
         error = self._engine.link.wait(told, SETTLE, "the end of the training")
         if error is not None:
             raise self._waiting.explained(error)
+        if not is_left or pieces.is_spent:
+            return None
+        return pieces.rest if isinstance(pieces, DrawnBatches) else source, training.applied_steps()
 
     def _changed(
         self, step: StepGraph, placed: PlacedStep, source: Ahead | Iterable[StepFeeds | None],
@@ -726,7 +750,7 @@ class Steps:
                 homes = self._homes(step, names, staged)  # once: what the servers hold may change at any instant
                 divides, is_staged = parallel and len(tasks) < 2, staged is not None
                 about = weighed(step) if divides else WeighedStep(step)
-                cut = split(about.step, homes, parallel=divides, tasks=tasks, is_staged=is_staged, weigh=about.of)
+                cut = split(about.step, homes, parallel=divides, tasks=tasks, is_staged=is_staged, weighed=about)
                 ensure_on_servers(found, cut.placement.places, cut.undivided)
                 gradients = "" if is_staged or is_exact else self._lossy.gradients  # a stage keeps its own
                 edges = "" if is_exact else self._lossy.edges
@@ -810,7 +834,9 @@ def _ensure_summed(step: StepGraph, placed: PlacedStep, mode: Mode, *, is_taken:
     """
     found = placed.placement.apart if mode.is_joint else placed.placement.raced
     if mode.n_push > 1:  # servers take them of one step of a push
-        found = tuple(dict.fromkeys([*placed.placement.apart, *found]))
+        found = tuple(dict.fromkeys([*placed.placement.apart, *placed.placement.joined, *found]))
+    elif mode.every:  # each task adds to its own copy
+        found = tuple(dict.fromkeys([*found, *placed.placement.joined]))
     if not is_taken or not (mode.has_ranks or mode.takes_local_steps):
         return found
     names = [name for plan in placed.compute.meta["pushes"] for name in plan["grads"]]

@@ -29,6 +29,7 @@ FORMS = 15.0  # seconds in which all ranks of a generation meet
 LOOK = 0.25  # seconds between looks whether a call is wanted still
 WAITS = 600.0  # seconds that a call waits for the other ranks at most; the notebook finds a lost one long before
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}  # dtypes summed as others
+AVERAGED, ADDED = ("grad", "mean"), ("sum", "weight", "any")  # kinds of values
 SUMMED = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 
 
@@ -146,9 +147,9 @@ def formed(meeting: Rendezvous, here: str, held: dist.TCPStore | None, is_wanted
 class Bucket:
     """The contributions of a rank to a step's sum, in one flat tensor for each dtype, each followed by a word "ready".
 
-    Gradients are weighted by rows, or by a number of each rank that is summed along, in the precision of the gradients.
-    Whether there is a gradient is the number of ranks that have one. Other values are the first rank's: the other ranks
-    contribute zeros.
+    Gradients and means are weighted by rows, or by a number of each rank that is summed along, in the precision of the
+    gradients. Whether there is a gradient is the number of ranks that have one. Other values but sums are the first
+    rank's: the other ranks contribute zeros.
 
     >>> bucket = Bucket(["grad", "value"], [Spec(torch.float32, (2,)), Spec(torch.float32, ())])
     >>> bucket.fill([torch.tensor([2.0, 4.0]), torch.tensor(7.0)], 0.5, is_first=True)
@@ -161,7 +162,7 @@ class Bucket:
     def __init__(self, kinds: Sequence[str], specs: Sequence[Spec], weights: Sequence[Weight] = ()) -> None:
         self._kinds, self._specs, self._weights = kinds, specs, weights or [ROWS] * len(kinds)
         at: dict[torch.dtype, int] = {}
-        wide = [WIDE.get(spec.dtype, spec.dtype) for kind, spec in zip(kinds, specs, strict=True) if kind == "grad"]
+        wide = [WIDE.get(spec.dtype, spec.dtype) for kind, spec in zip(kinds, specs, strict=True) if kind in AVERAGED]
 
         def place(dtype: torch.dtype, count: int) -> tuple[torch.dtype, int, int]:
             start = at.get(dtype, 0)
@@ -171,7 +172,7 @@ class Bucket:
         places = []
         for kind, spec in zip(kinds, specs, strict=True):
             dtype = wide[0] if kind in ("weight", "any") else WIDE.get(spec.dtype, spec.dtype)
-            if kind not in ("grad", "value", "weight", "any") or spec.symbols or not is_summed(dtype):
+            if kind not in (*AVERAGED, *ADDED, "value") or spec.symbols or not is_summed(dtype):
                 raise Unimplemented(
                     f"tasks that hold all Variables sum values of a known size, of dtypes that gloo sums; this is "
                     f"{spec}, of kind {kind}: use mode='sync'"
@@ -194,12 +195,12 @@ class Bucket:
             mark[0], mark[1] = abs(own[weight]), 0
         for kind, weight, view, tensor in zip(self._kinds, self._weights, self._views, tensors, strict=True):
             by = own[weight]
-            if kind == "grad" and not by:
+            if kind in AVERAGED and not by:
                 view.zero_()
                 self._marks[weight][1] += not is_finite(tensor)
-            elif kind == "grad" and by != 1.0:
+            elif kind in AVERAGED and by != 1.0:
                 torch.mul(tensor.to(view.dtype), by, out=view)
-            elif kind in ("grad", "weight", "any") or is_first:
+            elif kind in (*AVERAGED, *ADDED) or is_first:
                 view.copy_(tensor)
             else:
                 view.zero_()
@@ -230,7 +231,7 @@ class Bucket:
                     "dropped"
                 )
         return [
-            (view / self._whole(weight) if kind == "grad" and weight in self._marks else view).to(spec.dtype)
+            (view / self._whole(weight) if kind in AVERAGED and weight in self._marks else view).to(spec.dtype)
             for kind, weight, view, spec in zip(self._kinds, self._weights, self._views, self._specs, strict=True)
         ]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 
 from tfnb.errors import ShapeError
-from tfnb.graph import Contents, Dim, Node, Ref, Spec, Value
+from tfnb.graph import Contents, Dim, Graph, Node, Ref, Spec, Value
 from tfnb.graph.contents import distinct
 from tfnb.graph.graph import new_id
 from tfnb.graph.op_facts import facts_of
 from tfnb.graph.ops import REGIONS, STRUCTURAL, overload
 from tfnb.graph.spec import flows
 from tfnb.passes.flow.merges import ROWS, SUM, Weight, varying_axis
+from tfnb.passes.flow.row_counts import NUMBER, with_counts
 from tfnb.passes.flow.row_rules import BILINEAR, LINEAR
 from tfnb.passes.merge import frozen
 from tfnb.passes.prune import StepGraph, feed_symbols, step_graph
@@ -149,8 +150,10 @@ class WeighedStep:
     """A step whose last fetches are the totals that its weights take, and the weights of its values.
 
     ``gradients``: by the node of a derivative, the weight of its values. ``values``: of fetched
-    numbers, and of numbers that lead to losses; None for those whose weight the step does not give. ``losses``: what
-    the step differentiates. ``reasons``: of values that are no weighted means.
+    numbers, and of numbers that lead to losses; None for those whose weight the step does not give. ``merges``: of
+    values that parts make of their rows, and that Variables take along no gradient, the weight by which the parts'
+    values are certainly that of all rows. ``losses``: what the step differentiates. ``reasons``: of values that are no
+    weighted means.
     """
 
     step: StepGraph
@@ -160,6 +163,7 @@ class WeighedStep:
     losses: tuple[Value, ...] = ()
     reasons: Mapping[Value, Reason] = field(default_factory=dict)
     mixed: tuple[Reason, ...] = ()  # of gradients of several losses
+    merges: Mapping[Value, Weight] = field(default_factory=dict)
 
     def of(self, value: Value) -> Weight:
         """The weight of a derivative, or of a fetched number."""
@@ -175,20 +179,22 @@ def weighed(step: StepGraph) -> WeighedStep:
     """The weights of a step's gradients and fetches; the step itself where all of them are rows."""
     known, key = step.graph.attached.setdefault("weighed", {}), (step.fetches, step.feeds)
     if key not in known:
-        known[key] = _Weighing(step).made()
+        known[key] = _Weighing(with_counts(step), step.whole).made()
     found: WeighedStep = known[key]
     return found
 
 
 @dataclass
 class _Weighing:
-    """One analysis."""
+    """One analysis. recorded: the graph whose derivatives are known."""
 
     step: StepGraph
+    recorded: Graph
     states: dict[Value, _State] = field(default_factory=dict)
     carrying: set[Value] = field(default_factory=set)  # values through which gradients flow
     totals: dict[Hashable, _Total] = field(default_factory=dict)
     loose: set[Hashable] = field(default_factory=set)  # totals that are those of rows, unless a target is ignored
+    doubtful: set[Value] = field(default_factory=set)  # values of which no rule says that rows go by themselves
 
     def __post_init__(self) -> None:
         step = self.step
@@ -207,14 +213,14 @@ class _Weighing:
     def made(self) -> WeighedStep:
         """The weights."""
         step, by_id = self.step, self.by_id
-        space = step.whole.attached.get("workspace")
+        space = self.recorded.attached.get("workspace")
         ids = {node.id for node in step.graph.nodes}
         derivatives = [d for d in (() if space is None else space.derivatives) if d.nodes & ids]
         losses = tuple(dict.fromkeys(y for d in derivatives for y in d.ys if y.node in by_id))
         fetched = [v for v in step.fetches if by_id[v.node].outputs]
         if not self.batch:
             return WeighedStep(step, losses=losses)
-        reached = step_graph(step.whole, (*losses, *fetched), step.feeds).graph
+        reached = step_graph(step.whole, (*losses, *fetched, *self._written()), step.feeds).graph
         for value in step.feeds:
             self.states[value] = _Sum(True) if self._has_rows(self._spec(value)) else _ALIKE
         state = resolve(reached, set(step.feeds))
@@ -252,7 +258,7 @@ class _Weighing:
         values = {value: self._known(value, found) for value in self.states if self._is_number(value)}
         values |= {value: values.get(end) for value, end in ends.items()}
         reasons = {value: one for value, one in self.states.items() if isinstance(one, Reason)} | refused
-        about = gradients, values, losses, reasons, tuple(mixed)
+        about = gradients, values, losses, reasons, tuple(mixed), dict(self._merges(found))
         if not found:
             return WeighedStep(step, (), *about)
         nodes = tuple(distinct((*step.whole.nodes, *made)))
@@ -267,6 +273,27 @@ class _Weighing:
         if isinstance(key, Reason | Weight):
             return key if isinstance(key, Weight) else ROWS
         return Weight(found[key], self.totals[key].shift, self.totals[key].least) if key in found else None
+
+    def _written(self) -> Iterator[Value]:
+        """The values that Variables take, but along a gradient."""
+        behind: set[int] = set()
+        for node in self.step.graph.nodes:
+            is_behind = not {"update", "gradient"}.isdisjoint(node.tags) or any(v.node in behind for v in node.inputs)
+            if is_behind:
+                behind.add(node.id)
+            elif node.op == "tfnb.assign":
+                yield node.inputs[0]
+
+    def _merges(self, found: Mapping[Hashable, Value]) -> Iterator[tuple[Value, Weight]]:
+        """The weights of values that are certainly weighted means of, or sums over, the parts' ones."""
+        for value, state in self.states.items():
+            if isinstance(state, _Sum) and not state.has_rows and value not in self.doubtful:
+                key, dtype = self._weight(value), self._spec(value).dtype
+                weight = key if isinstance(key, Weight) else None
+                if key in found:
+                    weight = Weight(found[key], self.totals[key].shift, self.totals[key].least)
+                if weight is not None and (flows(dtype) or (weight == SUM and dtype is not torch.bool)):
+                    yield value, weight
 
     def _is_number(self, value: Value) -> bool:
         return flows(self._spec(value).dtype) and varying_axis(self._spec(value)) is None
@@ -327,6 +354,14 @@ class _Weighing:
             value = node.value(index)
             if value not in self.states:
                 self.states[value] = self._state(node, index, spec, given, hangs)
+                if hangs and self._is_doubtful(node, given):
+                    self.doubtful.add(value)
+
+    def _is_doubtful(self, node: Node, given: Mapping[Value, _State]) -> bool:
+        """Whether a node takes its rows to go by themselves for want of a rule, or one of its operands does."""
+        is_odd = node.op in REGIONS or any(isinstance(state, Reason) or state == _UNKNOWN for state in given.values())
+        sizes = [d for spec in node.outputs for d in spec.shape if isinstance(d, Dim) and _symbols(d) & self.rows]
+        return is_odd or any(v in self.doubtful for v in node.inputs) or not all(map(self._adds_up, sizes))
 
     def _carry(self, node: Node) -> None:
         """Note the outputs through which gradients flow."""
@@ -366,7 +401,8 @@ class _Weighing:
             return Reason("across", node) if crossed else _Sum(True)
         if not self.rows.intersection(node.symbols):
             return _ALIKE
-        return _UNKNOWN
+        is_count = node.op == NUMBER and self._degree(node.attrs["fill_value"]) == 1
+        return _Sum(False) if is_count else _UNKNOWN
 
     def _of_rows(self, node: Node, spec: Spec, given: Mapping[Value, _State]) -> _State:
         """The state of a value that has rows."""
@@ -612,8 +648,9 @@ class _Weighing:
     def _adds_up(self, size: Dim) -> bool:
         """Whether the sizes of parts add up to that of the whole."""
         try:
-            whole = self._at(size, 180, 110)
-            return whole == self._at(size, 60, 30) + self._at(size, 120, 80) and whole > 0
+            pairs = (((60, 30), (120, 80)), ((7, 3), (8, 6)))  # (rows, sizes that only data tell) of two parts
+            wholes = [self._at(size, a[0] + b[0], a[1] + b[1]) for a, b in pairs]
+            return all(wholes) and wholes == [self._at(size, *a) + self._at(size, *b) for a, b in pairs]
         except ShapeError:
             return False
 
