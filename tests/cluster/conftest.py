@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +176,13 @@ def without_nanny() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def spawned() -> Iterator[None]:
-    """Worker processes start as those of a user do, not as those that this folder shares."""
-    with dask_config.set({"distributed.worker.multiprocessing-method": "spawn"}):
-        yield
+def started_afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[forkserver.ForkServer]:
+    """Worker processes start as those of a user do: from a fork server that `tfnb.connect` starts."""
+    own = forkserver.ForkServer()
+    for name in ("ensure_running", "get_inherited_fds", "connect_to_new_process", "set_forkserver_preload"):
+        monkeypatch.setattr(forkserver, name, getattr(own, name))
+    yield own
+    own._stop()
 
 
 @pytest.fixture

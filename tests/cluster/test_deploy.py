@@ -69,7 +69,7 @@ def test_the_quickstart_runs_as_a_script(tmp_path: Path) -> None:
 def test_the_main_module_is_as_before_whatever_happens() -> None:
     main = sys.modules["__main__"]
     before = main.__spec__
-    with pytest.raises(KeyboardInterrupt), deploy._main_not_imported():
+    with pytest.raises(KeyboardInterrupt), deploy._light_start():
         assert main.__spec__ is not None and main.__spec__.name.endswith("__main__")
         raise KeyboardInterrupt
     assert main.__spec__ is before
@@ -125,7 +125,7 @@ class SaysAtItsEnd(WorkerPlugin):
 
 @pytest.mark.slow
 def test_errors_of_workers_are_shown_but_not_those_while_the_cluster_closes(
-    spawned: None, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    started_afresh: None, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with tfnb.connect(1) as cluster:
         cluster.client.run(_said, "An error that counts.")
@@ -136,7 +136,7 @@ def test_errors_of_workers_are_shown_but_not_those_while_the_cluster_closes(
 
 
 @pytest.mark.slow
-def test_workers_that_connect_starts_have_the_threads_and_the_memory_that_were_asked_for(spawned: None) -> None:
+def test_workers_that_connect_starts_have_the_threads_and_the_memory_that_were_asked_for(started_afresh: None) -> None:
     has_bokeh = find_spec("bokeh") is not None
     with tfnb.connect(1, threads=2, memory="900MB", dashboard=has_bokeh) as cluster:
         workers = cluster.client.scheduler_info(n_workers=-1)["workers"].values()
@@ -156,7 +156,7 @@ def _process() -> tuple[int, object]:
 
 
 @pytest.mark.slow
-def test_workers_that_come_later_have_the_settings_of_the_first_ones(spawned: None) -> None:
+def test_workers_that_come_later_have_the_settings_of_the_first_ones(started_afresh: None) -> None:
     with tfnb.connect(1) as cluster:
         client = cluster.client
         first = dict(client.run(_process).values())

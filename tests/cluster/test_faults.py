@@ -495,20 +495,27 @@ def test_c75_ctrl_c_to_the_process_group_and_no_process_is_left(tmp_path, ending
 
 
 @pytest.mark.slow
-def test_c75_an_interrupted_connect_leaves_no_process(spawned):
+@pytest.mark.parametrize("has_server", [False, True])
+def test_c75_an_interrupted_connect_leaves_no_process(started_afresh, has_server):
+    """But for the fork server, which imports torch when the interrupt comes, or whose workers do."""
     psutil = pytest.importorskip("psutil")
     resource_tracker.ensure_running()  # Python's own process, which the first worker starts and which stays
-    before = {p.pid for p in psutil.Process().children()}
+    if has_server:
+        started_afresh.ensure_running()  # and has imported nothing
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
     with Interrupter() as interrupter:
-        assert interrupter.stops(lambda: tfnb.connect(1).close(), 0.8)  # its workers import torch then
+        assert interrupter.stops(lambda: tfnb.connect(1).close(), 0.8)
     assert connected.connected() is None
+    before.add(started_afresh._forkserver_pid)
     end = time.monotonic() + 60
-    while (left := {p.pid for p in psutil.Process().children()} - before) and not gone(left, 1):
+    while (left := {p.pid for p in psutil.Process().children(recursive=True)} - before) and not gone(left, 1):
         assert time.monotonic() < end, "worker processes are left"
+    with tfnb.connect(1) as cluster:
+        assert len(cluster.tasks) == 1
 
 
 @pytest.mark.slow
-def test_c66_a_cluster_of_ours_listens_on_loopback_only_and_is_closed(spawned):
+def test_c66_a_cluster_of_ours_listens_on_loopback_only_and_is_closed(started_afresh):
     psutil = pytest.importorskip("psutil")
     with tfnb.connect(1) as cluster:
         assert cluster.tasks == ("task:0",) and cluster.servers == ("ps:0",)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import threading
 import time
 import uuid
 import warnings
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from copy import deepcopy
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import dask
 from distributed import Client, KilledWorker, LocalCluster, Nanny, Security, default_client
-from distributed.utils import silence_logging_cmgr
+from distributed.utils import get_mp_context, silence_logging_cmgr
 
 from tfnb.cluster.engine.members import Member
 from tfnb.cluster.members.adapting import Adapting
@@ -81,6 +82,8 @@ SETTINGS = {
     "distributed.scheduler.worker-ttl": "90s", "distributed.comm.timeouts.connect": "30s",
     "distributed.deploy.lost-worker-timeout": "24h",
 }  # fmt: skip
+_METHOD = "distributed.worker.multiprocessing-method"
+PRELOAD = "tfnb.cluster.tasks.task"  # of the processes of workers
 _SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "unix", "ucx", "ucxx")
 _LOST = "Worker holding Actor was lost"  # Dask's words
 _ENCRYPTED = ("tls", "wss", "inproc", "unix")
@@ -298,7 +301,7 @@ def local(tasks: int, wanted: Requirements, timeout: float, started: LocalWorker
                 memory_limit=started.memory or "auto", dashboard_address="127.0.0.1:0",
                 scheduler_kwargs={"dashboard": started.dashboard},
                 silence_logs=logging.ERROR, resources=dict(wanted.resources) or None,
-                preload=["tfnb.cluster.tasks.task"], worker_class=_Starter,
+                preload=[PRELOAD], worker_class=_Starter,
             )  # fmt: skip
         return cluster
 
@@ -322,17 +325,24 @@ def local(tasks: int, wanted: Requirements, timeout: float, started: LocalWorker
     return place
 
 
-def _without_main() -> AbstractContextManager[None]:
+@contextmanager
+def _lightly() -> Iterator[None]:
     main = sys.modules["__main__"]
     parent = f"{main.__spec__.parent}." if main.__spec__ is not None and main.__spec__.parent else ""
-    return swapped((main, "__spec__", ModuleSpec(f"{parent}__main__", None)))
+    method = {_METHOD: "forkserver"} if sys.platform == "linux" else {}
+    with swapped((main, "__spec__", ModuleSpec(f"{parent}__main__", None))), dask.config.set(method):
+        if method:
+            get_mp_context().set_forkserver_preload(["distributed", PRELOAD])
+        yield
 
 
-_main_not_imported = SharedContext(_without_main)
-"""Processes that start inside do not import the user's script: it would run again in each of them.
+_light_start = SharedContext(_lightly)
+"""Processes that start inside import PyTorch once for all of them, and nothing of the user's script.
 
-They need nothing of it, and a script that a notebook was made into has no ``if __name__ == "__main__"``.
-``multiprocessing`` leaves out a main module whose spec has this name.
+They are forked from a process that has imported it, which has one thread and ends with the notebook: the second one,
+and the successor of a lost one, is there in a second. Elsewhere than on Linux libraries of the system do not outlive a
+fork. The script would run again in each process; they need nothing of it, and one that a notebook was made into has no
+``if __name__ == "__main__"``. ``multiprocessing`` leaves out a main module whose spec has this name.
 """
 
 
@@ -351,12 +361,13 @@ class _Starter(Nanny):
     """Starts a worker's process, and later another one in the place of one that was lost; all have our settings."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs["env"] = {**os.environ, **(kwargs.get("env") or {})}  # the fork server has that of its start
         with dask.config.set(SETTINGS):  # also for one that Dask's `scale` starts
             super().__init__(*args, **kwargs)
             self.config = deepcopy(self.config)  # parts of it were those of the notebook, which change back
 
     async def instantiate(self) -> Any:
-        with _main_not_imported():
+        with _light_start():
             return await super().instantiate()
 
 

@@ -145,7 +145,8 @@ class ClusterTask:
         self.copies = HeldCopies(self, Streams(self.link, worker.security), self.cores.hold)
         about = self.link, self._loop, worker.security
         self.exchange = Exchange(name, self.incarnation, *about, self._served, lambda: self.epoch)
-        torch.set_num_threads(threads or worker.state.nthreads)
+        torch.set_num_threads(threads or worker.state.nthreads)  # here, and in threads that begin later
+        self._loop.call_soon_threadsafe(torch.set_num_threads, threads or worker.state.nthreads)
         heap.set_limits()
         limit_copies(self._room // COPIES)
         self._methods: dict[str, Callable[[Request], Awaitable[Answer]]] = {
