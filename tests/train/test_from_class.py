@@ -973,7 +973,7 @@ class CountsByGroup(Ruled):
 
 
 LATER = [
-    (kind, how) for how in ("unfrozen", "added")
+    pytest.param(kind, how, marks=[pytest.mark.slow] if how == "added" else []) for how in ("unfrozen", "added")
     for kind in (*OWN_FIRST, MadeInPart, CountsInItself, CountsByGroup, Greatest, LaterNone)
     if (kind, how) != (MadeInPart, "added")  # plain PyTorch raises KeyError
 ]  # fmt: skip
