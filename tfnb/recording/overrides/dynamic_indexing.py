@@ -45,7 +45,7 @@ def _looked(rec: Recording, x: torch.Tensor, index: Any) -> tuple[Any, Any]:
     recorded numbers as all of the rows that it picks, and each truth value as a mask of one element over an axis of its
     own."""
     items = [
-        item.tensor().to(x.device) if isinstance(item, WholeNumbers) else item
+        item.tensor().to(x.device) if isinstance(item, WholeNumbers) else _recorded(rec, item)
         for item in (index if isinstance(index, tuple) else [index])
     ]
     index = tuple(items) if isinstance(index, tuple) else items[0]
@@ -63,6 +63,16 @@ def _looked(rec: Recording, x: torch.Tensor, index: Any) -> tuple[Any, Any]:
             else:
                 x, items[place] = _rows(rec, x, axis, _row(rec, item, x.shape[axis])), 0
     return x, tuple(items)
+
+
+def _recorded(rec: Recording, item: Any) -> Any:
+    """The index; of a whole number in a tensor, such as a module's buffer, and of one at an end of a slice, the
+    recorded number: torch would take the number that the tensor holds now.
+    """
+    if isinstance(item, slice):
+        return slice(*(_recorded(rec, end) for end in (item.start, item.stop, item.step)))
+    is_number = isinstance(item, torch.Tensor) and not isinstance(item, Tensor) and item.dim() == 0
+    return rec.handle(item) if is_number and item.dtype in _WHOLE and not _is_functorch(item) else item
 
 
 def _is_functorch(x: torch.Tensor) -> bool:
@@ -156,6 +166,7 @@ def _of_value(rec: Recording, value: Value, deep: int = _DEEP) -> sympy.Expr:
 @override(Stage.FUNCTION, torch.select, torch.Tensor.select)
 def _select(rec: Recording, x: torch.Tensor, dim: int, index: object) -> Any:
     """torch.select of a recorded number."""
+    index = _recorded(rec, index)
     if not _is_whole(index) or _is_functorch(x):
         return NotImplemented
     return torch.select(_rows(rec, x, dim % x.dim(), _row(rec, index, x.shape[dim])), dim, 0)
@@ -164,6 +175,7 @@ def _select(rec: Recording, x: torch.Tensor, dim: int, index: object) -> Any:
 @override(Stage.FUNCTION, torch.narrow, torch.Tensor.narrow)
 def _narrow(rec: Recording, x: torch.Tensor, dim: int, start: Any, length: Any) -> Any:
     """torch.narrow from a recorded number on."""
+    start = _recorded(rec, start)
     if not _is_whole(start) or _is_functorch(x):
         return NotImplemented
     rows = _row(rec, start, x.shape[dim]) + torch.arange(length, device=start.device)
@@ -176,6 +188,7 @@ def _arange(rec: Recording, *args: object, dtype: torch.dtype | None = None, **k
     words = ("start", "end", "step")
     named = {word: kwargs.pop(word) for word in words if word in kwargs}
     given = dict(zip(words if len(args) > 1 else ("end",), args, strict=False)) | named
+    given = {word: _recorded(rec, number) for word, number in given.items()}
     whole = all(
         type(number) is int or isinstance(number, torch.SymInt) or _is_whole(number) for number in given.values()
     )
@@ -183,3 +196,18 @@ def _arange(rec: Recording, *args: object, dtype: torch.dtype | None = None, **k
         return NotImplemented
     numbers = (_number(given.get(word, usual)) for word, usual in zip(words, (0, None, 1), strict=True))
     return ops.index_range(*numbers).to(kwargs.get("device"), dtype or torch.int64)
+
+
+@override(Stage.FUNCTION, torch.roll, torch.Tensor.roll)
+def _roll(rec: Recording, x: torch.Tensor, shifts: Any, dims: Any = ()) -> Any:
+    """torch.roll by recorded numbers."""
+    steps, axes = (list(item) if isinstance(item, (tuple, list)) else [item] for item in (shifts, dims))
+    steps = [_recorded(rec, step) for step in steps]
+    if not any(map(_is_whole, steps)) or _is_functorch(x) or len(steps) != max(1, len(axes)):
+        return NotImplemented  # torch says what is wrong
+    found = x if axes else x.flatten()
+    for step, axis in zip(steps, axes or [0], strict=True):
+        size = found.shape[axis]
+        places = (torch.arange(size, device=x.device) - step) % size
+        found = torch.index_select(found, axis, places)
+    return found.reshape(x.shape)
