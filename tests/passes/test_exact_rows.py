@@ -84,6 +84,21 @@ def recurrent() -> nn.Module:
     return Last()
 
 
+def bagged() -> nn.Module:
+    torch.manual_seed(0)
+    bag = nn.EmbeddingBag(6, 3, mode="max")
+
+    class Bagged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = bag
+
+        def forward(self, x: Any) -> Any:
+            return self.bag((x.abs() * 2).long().clamp(max=5))
+
+    return Bagged()
+
+
 def contrast(out: Any, y: Any) -> Any:
     z = F.normalize(out, dim=1)
     return F.cross_entropy(z @ z.T / 0.1, torch.arange(out.shape[0]))
@@ -120,6 +135,7 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any], int]
     "batch norm": (normalized, lambda out, y: (out**3).mean(), 0),
     "images": (convolved, lambda out, y: F.cross_entropy(out, y), 0),
     "recurrent": (recurrent, lambda out, y: F.cross_entropy(out, y), 0),
+    "largest of bags": (bagged, lambda out, y: F.cross_entropy(out, y), 20),
 }
 
 

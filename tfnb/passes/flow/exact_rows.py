@@ -306,7 +306,8 @@ class RowDivision:
         call = self.call_of(node)
         is_shaped = facts_of(node.op).shape_only
         found = None if call is None else ALONG if is_shaped else outcome(call)
-        if call is None or found is None:
+        is_odd = is_shaped and any(map(self.is_rows, node.outputs[0].shape)) and self.axis_of(node.outputs[0]) is None
+        if call is None or found is None or is_odd:  # odd: a size such as one more than that of rows
             return False
         copies = self.copies(node, call)
         if is_shaped and self.axis_of(node.outputs[0]) is None:
