@@ -612,8 +612,7 @@ class Engine:
         while any(training.is_left for training in self._trainings) and time.monotonic() < deadline:
             self._ensure_wanted(since)
             await asyncio.sleep(LOOK)
-        if self._stopping:
-            await self._any_stops(min(GRACE, deadline - time.monotonic()), asyncio.ALL_COMPLETED)
+        await self.stops_ended(deadline)
         while not (free := self.free(asked)) and self._stopping:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -646,6 +645,11 @@ class Engine:
     def is_asked_for(self, task: int, asked: Sequence[int]) -> bool:
         """Whether a task, or its predecessor of the same number, is among the requested tasks."""
         return not asked or self.tasks[task].number in asked
+
+    async def stops_ended(self, deadline: float = float("inf")) -> None:
+        """Wait until no task is told to stop a computation, but no longer than GRACE."""
+        if self._stopping:
+            await self._any_stops(min(GRACE, deadline - time.monotonic()), asyncio.ALL_COMPLETED)
 
     async def _any_stops(self, seconds: float, when: str) -> None:
         timeout = None if seconds == float("inf") else max(0.0, seconds)

@@ -345,6 +345,7 @@ class Training:
         self._gone.clear()
         await engine.insist_on(self._to_all("open_training"))
         assert mode is not None
+        await engine.stops_ended()  # a task that is still told to stop would not take part again
         self._take(mode, engine.free(self.placed.tasks))
         engine.ensure_apart(self)
         engine.say(f"mode={mode} from step {engine.step + 1} on")
@@ -585,9 +586,10 @@ class Training:
     async def _broken(self, task: int, loop: _Listening, answer: Outcome) -> None:
         """A loop failed or was unreachable: end the loop, and tell the machine why, unless ended meanwhile."""
         event = await self.engine.judged(answer, task)
+        if self._loops.get(task) is not loop:  # it was ended meanwhile
+            return
         if self.has_ranks:  # a cut follows, and its values may be the newest
-            if self._loops.get(task) is loop:
-                self.feed(event)
+            self.feed(event)
             return
         if not isinstance(event, e.TaskLoss) and await self._left(task, loop) is None:
             event = self.engine.peers.lost(task)
