@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import tfnb
 from tests.models.idioms import IDIOMS
 from tests.models.test_idioms import ROWS, SLOW, SameDraws, close, plain, tensors
+from tfnb.errors import BranchChanged
 from tfnb.graph import Value
 from tfnb.passes import step_graph
 from tfnb.passes.flow.exact_rows import StepOverRows, over_rows
@@ -192,6 +193,25 @@ def test_programs_as_people_write_them(name: str) -> None:
             expected = plain(twin_step(*(tensor.clone() for tensor in batch)))
         close(found[: len(recorded)], [expected[at] for at in recorded], f"{rows} rows, result")
         close(tensors(state), tensors(twin), f"{rows} rows, state")
+
+
+def test_what_a_step_does_below_its_updates_is_done() -> None:
+    """A count below `step()` is an effect of it, and so is the branch that Python took there."""
+    model, rows = net(), torch.randn(8, 4)
+    model.register_buffer("count", torch.zeros(()))
+    with tfnb.record("below") as graph, pytest.warns(UserWarning, match="BranchChanged"):
+        x = tfnb.placeholder(rows, name="x")
+        loss = model(x).square().mean()
+        train = tfnb.train.SGD(0.1).minimize(loss)
+        model.count += (x > 0).sum()
+        if x.square().sum() > 1e6:
+            model.count += 1
+    take = Taken(over(graph, [train.value], [x], 2))
+    model.count.zero_()
+    take([rows])
+    assert int(model.count) == int((rows > 0).sum())
+    with pytest.raises(BranchChanged):
+        take([rows * 1e6])
 
 
 def test_a_feed_that_one_task_needs_whole_is_gathered() -> None:

@@ -139,3 +139,26 @@ def test_a_value_takes_no_gradient_and_no_further_feed_for_a_branch_behind_it() 
         if y.sum() > 0:
             pass
     assert tfnb.run(values[0], {x: torch.zeros(2)}).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("executor", ["dataflow", "parts"])
+def test_other_executors_look_at_the_branches_of_steps_and_values(executor: str) -> None:
+    best = Best()
+    with tfnb.record("elsewhere") as graph:
+        x = tfnb.placeholder(LARGE)
+        chosen = largest(x)
+        step, _ = best.step(x, keep)
+    session = tfnb.Session(graph, executor=executor)
+    assert torch.equal(session.run(chosen, {x: LARGE}), LARGE * 2)
+    session.run(step, {x: LARGE})
+    for fetch in (chosen, step):
+        with pytest.raises(BranchChanged):
+            session.run(fetch, {x: -SMALL})
+
+
+def test_a_step_in_pieces_looks_at_the_branches_of_its_values() -> None:
+    with tfnb.record("pieces") as graph:
+        x = tfnb.placeholder(LARGE)
+        chosen = largest(x)
+    with tfnb.Session(graph).step([chosen], [x]) as step, pytest.raises(BranchChanged):
+        step.fetch(chosen, {x: -LARGE})

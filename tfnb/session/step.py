@@ -48,8 +48,10 @@ class PartialRun:
         self._ran: set[fx.Node] = set()  # also those whose values were dropped
         self._interpreter = fx.Interpreter(program.module, garbage_collect_values=False)
         recorded = {program.node_of[n.name].id: n for n in program.module.graph.nodes if n.name in program.node_of}
-        self._before = {  # guards of branches have no outputs: what comes after them names them as control inputs
-            n: [recorded[i] for i in program.node_of[n.name].control if i in recorded] for n in recorded.values()
+        self._with = {  # guards of branches have no outputs: nodes name them as control inputs, or as effects
+            recorded[node.id]: [recorded[i] for i in (*node.control, *node.effects) if i in recorded]
+            for node in program.node_of.values()
+            if node.id in recorded
         }
 
     @unrecorded
@@ -126,7 +128,7 @@ class PartialRun:
             node = stack.pop()
             if node not in self._known and node not in found:
                 found[node] = None
-                stack.extend((*node.all_input_nodes, *(n for n in self._before.get(node, ()) if n not in self._ran)))
+                stack.extend((*node.all_input_nodes, *(n for n in self._with.get(node, ()) if n not in self._ran)))
         return found
 
     def _value(self, result: object) -> Any:

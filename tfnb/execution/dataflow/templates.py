@@ -279,7 +279,8 @@ class Planner:
             inputs = [value(p, self._spec(op, v)) for p, v in zip(op.inputs, node.inputs, strict=True)]
             for spec, port in op.sizes:
                 value(port, spec)
-            nodes.append(replace(node, inputs=tuple(inputs), control=tuple(i for i in node.control if i in ids)))
+            control, effects = (tuple(i for i in of if i in ids) for of in (node.control, node.effects))
+            nodes.append(replace(node, inputs=tuple(inputs), control=control, effects=effects))
         return Subgraph(
             Contents((*given.values(), *distinct(nodes))), tuple(node.value() for node in given.values()),
             tuple(node_of(self.flow.ops[port.op]).value(port.index) for port in outs),

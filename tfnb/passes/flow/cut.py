@@ -87,7 +87,15 @@ def needed(flow: Flow, ends: Sequence[Port], effects: Sequence[int] = ()) -> lis
 def uncut(flow: Flow, ends: Sequence[End]) -> Part:
     """The flow as one part."""
     feeds = {number: Kind.VALUE for number, op in enumerate(flow.ops) if op.kind == frames.FEED}
-    return Part(Place(0), flow, dict(enumerate(ends)), feeds, (), (), ())
+    return Part(Place(0), flow, dict(enumerate(ends)), feeds, tuple(guards(flow)), (), ())
+
+
+def guards(flow: Flow) -> list[int]:
+    """The checks of branches that Python took outside of loops and branches: values and steps have them as effects."""
+    return [
+        number for number, op in enumerate(flow.ops)
+        if flow.scopes[op.scope].node is None and op.node is not None and op.node.op == "tfnb.guard"
+    ]  # fmt: skip
 
 
 class Partition:
@@ -157,7 +165,8 @@ class Partition:
     def _effects(self) -> list[int]:
         """Ops executed for their effects: checks, and queue operations."""
         wanted = [port for end in self.ends for port in (end.port, *end.after) if port is not None]
-        return [n for n in needed(self.flow, wanted) if frames.checks(op := self.flow.ops[n]) or frames.uses_queue(op)]
+        reached = needed(self.flow, wanted, guards(self.flow))
+        return [n for n in reached if frames.checks(op := self.flow.ops[n]) or frames.uses_queue(op)]
 
     def _want(self, place: Place, port: Port, kind: Kind) -> None:
         """Make a port available at a place: compute its op there, or receive its value."""

@@ -107,6 +107,7 @@ class RowDivision:
     cut: dict[tuple[Value, int], tuple[Value, ...]] = field(default_factory=dict)  # rows of whole values
     constants: set[Value] = field(default_factory=set)  # whole values that each task computes for itself
     _divided: dict[str, bool] = field(default_factory=dict)  # sizes, by their expression
+    effects: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of nodes made, ids of the step's
     drawn: dict[int, Node] = field(default_factory=dict)  # random nodes of all rows, in place of the step's
     _orders: dict[Value, Order] = field(init=False)  # of the axes of the step's values in memory
 
@@ -195,8 +196,9 @@ class RowDivision:
         for node in step.graph.nodes:
             if Value(node.id) not in self.specs:
                 self._visit(node)
+                self._keep_effects(node)
         fetches = [self._fetched(value) for value in step.fetches]
-        graph = step.whole.derive(Contents(tuple(self.nodes)))
+        graph = step.whole.derive(Contents(tuple(map(self._with_effects, self.nodes))))
         over = step_graph(graph, fetches, placed)
         lengths = [spec.shape[0] if spec.shape else 0 for spec in self.specs.values()][: len(step.feeds)]
         first = next(at for at, length in enumerate(lengths) if isinstance(length, Dim) and length.expr == self.rows)
@@ -248,7 +250,7 @@ class RowDivision:
             size = list(node.outputs[0].shape)
             node = replace(node, op="aten.reshape.default", attrs={"self": Ref(0), "shape": size})
         forms = {self.states[v].form for v in node.inputs if v in self.states}
-        is_plain = node.op not in STRUCTURAL and "update" not in node.tags and not node.control and not node.effects
+        is_plain = node.op not in STRUCTURAL and "update" not in node.tags and not node.control
         if is_plain and "rows" in forms and self._of_rows(node):
             return
         if is_plain and "summands" in forms and "rows" not in forms and self._of_summands(node):
@@ -274,11 +276,8 @@ class RowDivision:
             if task:
                 about |= {"name": f"{node.name}/{task}", "id": new_id()}
             control = tuple(one for i in node.control for one in self.ids.get(i, ()))
-            effects = tuple(one for i in node.effects for one in self.ids.get(i, ()))
             forward = None if node.forward is None else self.ids.get(node.forward, (None,))[0]
-            copies.append(self._add(replace(
-                node, inputs=given, control=control, effects=effects, forward=forward, **about
-            )))  # fmt: skip
+            copies.append(self._add(replace(node, inputs=given, control=control, forward=forward, **about)))
         self.ids[node.id] = tuple(copy.id for copy in copies)
         for index in range(len(node.outputs)):
             values = tuple(copy.value(index) for copy in copies)
@@ -286,12 +285,23 @@ class RowDivision:
             if is_own:
                 self.constants.add(node.value(index))
 
+    def _keep_effects(self, node: Node) -> None:
+        """Let all nodes that stand for one with effects have these."""
+        values = [v for index in range(len(node.outputs)) for v in self.states[node.value(index)].values]
+        for made in {*self.ids[node.id], *(value.node for value in values)} if node.effects else ():
+            self.effects[made] = (*self.effects.get(made, ()), *node.effects)
+
+    def _with_effects(self, node: Node) -> Node:
+        """The node with the copies of its effects, which may stand below it in the program."""
+        effects = tuple(dict.fromkeys(one for i in self.effects.get(node.id, ()) for one in self.ids[i]))
+        return node if effects == node.effects else replace(node, effects=effects)
+
     def _is_each(self, node: Node) -> bool:
         """Whether each task may do a node by itself with the same result; random numbers are the same, too."""
         if node.op == "tfnb.read":
             return node.attrs["variable"] not in self.written and not node.control
         is_op = node.op == "tfnb.constant" or node.op not in STRUCTURAL
-        return is_op and "update" not in node.tags and not (node.control or node.effects or node.op in REGIONS)
+        return is_op and "update" not in node.tags and not (node.control or node.op in REGIONS)
 
     def _of_rows(self, node: Node) -> bool:
         """Divide a node with operands in rows; False where one task has to do the node."""

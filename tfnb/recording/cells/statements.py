@@ -133,6 +133,7 @@ class _Block:
         self.mine = {node.id for node in self.new}
         self._run_by: dict[int, set[int]] = {}
         self._needed_by: dict[int, set[Hashable]] = {}
+        self._known_needs: dict[int, set[Hashable]] = {}  # by the nodes of a run
         self.steps = [node for node in self.new if self._is_step(node) and not self._only_holds_steps(node)]
         members = [(at, value.node) for at, step in enumerate(self.steps) for value in step.inputs]
         self.update_of = {i: at for at, i in members if self.contents.by_id[i].op == "tfnb.assign"}
@@ -205,7 +206,7 @@ class _Block:
         if step is None:
             self._leave(statement)
             return
-        lacks = self._lacks(statement, step)
+        lacks = self._lacks(self._reached(n.id for n in statement.nodes), step)
         if lacks:
             self._lose(statement, f"the step {step.name} leaves it out: it would need {lacks}")
             return
@@ -276,47 +277,79 @@ class _Block:
         guards = [node for node in reversed(self.new) if node.op == _GUARD]
         for guard in guards if self.steps else ():
             self._give_to_step(guard)
-        place = self.contents.position
+        place, runs = self.contents.position, self._masks if guards else {}
         held = [n for n in self.new if n.id in self.live and n.outputs and n.op not in _TAKEN] if guards else []
         for node in held:
-            run = self._reached([node.id])
+            run = runs[node.id]
             for guard in guards:
                 is_free = place[guard.id] < place[node.id] or node.id in self.settled.get(guard.id, ())
-                if not is_free and guard.id not in run and self._is_seen(guard, run):
+                if not is_free and not run & self._bit(guard) and self._is_seen(guard, run):
                     self.found[node.id] = (*self.found.get(node.id, ()), guard.id)
-                    run |= self._reached([guard.id])
+                    run |= runs[guard.id]
 
     def _give_to_step(self, guard: Node) -> None:
         step = self._step_of(BlockStatement((guard,)))
         assert step is not None, "there are steps"
-        run = self._reached([step.id, *self.found.get(step.id, ())])
-        if guard.id in run:
+        run = self._masks[step.id]
+        for effect in self.found.get(step.id, ()):
+            run |= self._masks[effect]
+        if run & self._bit(guard):
             return
-        lacks = self._lacks(BlockStatement((guard,)), step) or _changed(self._effects_of(guard, run))
+        more = self._nodes(self._masks[guard.id] & ~run)
+        lacks = self._lacks((node.id for node in more), step) or _changed(list(filter(is_effect, more)))
         if not lacks:
             self.found[step.id] = (*self.found.get(step.id, ()), guard.id)
         elif guard.source not in self.unseen:
             self.unseen[guard.source] = f"a run of the step {step.name} does not look at this branch: it needs {lacks}"
 
-    def _is_seen(self, guard: Node, run: set[int]) -> bool:
+    def _is_seen(self, guard: Node, run: int) -> bool:
         """Whether the nodes of a run determine a guard by forward operations."""
-        more = [self.contents.by_id[i] for i in self._reached([guard.id]) - run]
+        more = self._nodes(self._masks[guard.id] & ~run)
         is_forward = all(node.forward is None and not is_effect(node) for node in more)
-        return is_forward and self._needs(node.id for node in more) <= self._needs(run)
+        return is_forward and self._needs(node.id for node in more) <= self._needs_of(run)
 
-    def _effects_of(self, guard: Node, run: set[int]) -> list[Node]:
-        """The writes and queue operations that a guard needs and a run lacks."""
-        return [node for i in self._reached([guard.id]) - run if is_effect(node := self.contents.by_id[i])]
+    def _needs_of(self, run: int) -> set[Hashable]:
+        if run not in self._known_needs:
+            self._known_needs[run] = self._needs(node.id for node in self._nodes(run))
+        return self._known_needs[run]
+
+    # -- what runs with a node, as bits by the nodes' places in the program: there may be a guard for each of many nodes
+
+    @cached_property
+    def _masks(self) -> dict[int, int]:
+        """For each node, itself and the nodes that a run of it runs."""
+        found = dict.fromkeys(self.contents.by_id, 0)
+        ways = {
+            node.id: [i for i in (*(v.node for v in node.inputs), *node.control, *node.effects) if i in found]
+            for node in self.contents.nodes
+        }
+        is_new = True
+        while is_new:  # an effect may stand below its node
+            is_new = False
+            for node in self.contents.nodes:
+                mask = self._bit(node)
+                for i in ways[node.id]:
+                    mask |= found[i]
+                is_new |= mask != found[node.id]
+                found[node.id] = mask
+        return found
+
+    def _bit(self, node: Node) -> int:
+        return 1 << self.contents.position[node.id]
+
+    def _nodes(self, mask: int) -> list[Node]:
+        bits = reversed(bin(mask)[2:])
+        return [self.contents.nodes[place] for place, bit in enumerate(bits) if bit == "1"]
 
     # -- what a step would need for a statement ------------------------------------------------------------------------
 
-    def _lacks(self, statement: BlockStatement, step: Node) -> str:
-        """Names of the inputs that the statement needs in a run of the step, beyond the step's own needs; empty for
+    def _lacks(self, run: Iterable[int], step: Node) -> str:
+        """Names of the inputs that these nodes need in a run of the step, beyond the step's own needs; empty for
         none.
         """
         if step.id not in self._needed_by:
             self._needed_by[step.id] = self._needs(self._runs(step))
-        needs = self._needs(self._reached(n.id for n in statement.nodes)) - self._needed_by[step.id]
+        needs = self._needs(run) - self._needed_by[step.id]
         sizes = {need for need in needs if isinstance(need, str)}  # of feeds, which are told themselves
         return ", ".join(sorted({self._named(need) for need in needs - sizes or needs}))
 
