@@ -48,6 +48,7 @@ from tfnb.session import Session, default_session
 from tfnb.session.divided_feeds import Division
 from tfnb.session.structures import FeedKeys, Fetches, graph_of
 from tfnb.state.batch_order import Arrays
+from tfnb.state.chunks import is_collection
 from tfnb.state.input_sources import Source
 from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
@@ -793,7 +794,7 @@ def _validation(
         )
 
     arrays = data.values() if isinstance(data, Mapping) else ()
-    if any(tuple(rows.shape[:1]) == (0,) for rows in arrays if hasattr(rows, "shape")):
+    if any(tuple(rows.shape[:1]) == (0,) for rows in arrays if hasattr(rows, "shape") and not is_collection(rows)):
         raise ShapeError(f"validation data for {', '.join(map(name_of, data))} has no rows")
 
     def values(run: _Run) -> dict[str, float]:
@@ -808,7 +809,7 @@ def _validation(
             if microbatches != 1:
                 found = session.make_callable(watched, batch.keys, microbatches=microbatches)(*batch.values)
             else:
-                found = session.run(watched, dict(zip(batch.keys, batch.values, strict=True)))
+                found = session.without_writes(watched, dict(zip(batch.keys, batch.values, strict=True)))
             metrics.add(at, StepReport((1,), (batch.rows,), found))
             run.stop_if_wanted()
         metrics.read()

@@ -283,7 +283,8 @@ class _Cut:
 
     def _of_rows(self, transfers: Sequence[Transfer]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of Variables, no statistics of batch norm, whose server takes values of the rows that are fed, and no
-        gradients: from the first task only, and from all tasks as a mean or sum.
+        gradients: from the first task only, and from all tasks as a mean or sum. A fetch of such a sum is computed by
+        each task of its own rows: the Variable is none of the latter then.
         """
         shapes = {value: self._spec(value).shape for value in self.feeds}
         fed = {value for value, shape in shapes.items() if shape and not isinstance(shape[0], int)}  # the divided ones
@@ -300,9 +301,22 @@ class _Cut:
         for variable, value in self.state.final.items() if own or joined else ():
             sent = self._made_of(variable, value, transfers)[1]
             if not _is_of_norm(variable):
-                apart += [] if own.isdisjoint(sent) else [variable.name]
-                summed += [] if joined.isdisjoint(sent) else [variable.name]
+                is_joined = not joined.isdisjoint(sent)
+                is_apart = not own.isdisjoint(sent) or (is_joined and value in self._fetched)
+                apart += [variable.name] if is_apart else []
+                summed += [variable.name] if is_joined else []
         return tuple(apart), tuple(summed)
+
+    @cached_property
+    def _fetched(self) -> set[Value]:
+        """The values that fetched values are computed of, and these."""
+        found, stack = set[Value](), [self.state.resolved(v) for v in self.fetches if self._gives(v)]
+        while stack:
+            value = stack.pop()
+            if value not in found:
+                found.add(value)
+                stack.extend(() if value in self.feeds else self.state.nodes[value.node].inputs)
+        return found
 
     def _made_of(
         self, variable: Variable, value: Value, transfers: Iterable[Transfer]

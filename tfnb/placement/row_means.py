@@ -98,7 +98,7 @@ class MeansProbe:
 
 
 def probe(step: StepGraph, homes: Homes) -> MeansProbe | None:
-    """The probe that compares the gradients of a step; None if tasks average no gradients."""
+    """The probe that compares the gradients of a step, and numbers that are watched; None if there are neither."""
     weights = weighed(step)
     hidden = next(
         itertools.chain((weights.reasons[y] for y in weights.losses if y in weights.reasons), weights.mixed), None
@@ -114,7 +114,7 @@ def probe(step: StepGraph, homes: Homes) -> MeansProbe | None:
         losses = watched = numbers = ()
         cut = split(whole.also(weights.totals), homes, parallel=True, weighed=weights)
     borders = tuple({b.value: b for s in cut.servers for b in s.borders if b.kind not in ("value", "any")}.values())
-    if not cut.divides or not any(b.kind in ("grad", "rows") for b in borders):
+    if not cut.divides or not (watched or any(b.kind in ("grad", "rows") for b in borders)):
         return None
     places = cut.fetches[len(cut.fetches) - len(numbers) :]
     known = [(number, at) for number, at in zip(numbers, places, strict=True) if at is not None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -25,6 +25,7 @@ from tfnb.cluster.engine.members import Ahead
 from tfnb.errors import InvalidArgument, ResourceExhausted, Unimplemented, ensure_type
 from tfnb.execution import TRACERS, CheckedTracer, Trace, profiling
 from tfnb.execution.budgeted import SizedPlan
+from tfnb.execution.casts import is_cast, uncast
 from tfnb.execution.dataflow.executor import EXECUTORS
 from tfnb.execution.pack_step import PackCode, PackPlan
 from tfnb.execution.step_code import StepCode
@@ -38,6 +39,7 @@ from tfnb.graph.resources import reset
 from tfnb.graph.variable_locks import LOCKS, VariableSnapshot
 from tfnb.memory import byte_count, least_budgets, step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, table
+from tfnb.passes.without_writes import without_writes
 from tfnb.placement.requests import tasks_of
 from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level
@@ -222,15 +224,15 @@ class Session:
 
     def _run(
         self, fetches: Fetches, feeds: Mapping[Any, Any], timeout: float | None, trace: bool | str, check: str | None,
-        isolation: str | None,
+        isolation: str | None, *, is_written: bool = True,
     ) -> Any:  # fmt: skip
         __tracebackhide__ = True
-        if _is_cast():
-            with _uncast():
-                return self._run(fetches, feeds, timeout, trace, check, isolation)
+        if is_cast():
+            with uncast():
+                return self._run(fetches, feeds, timeout, trace, check, isolation, is_written=is_written)
         if IndexedSlices in map(type, feeds):
             feeds = spread(feeds.items())
-        prepared = self._prepare(fetches, tuple(feeds))
+        prepared = self._prepare(fetches, tuple(feeds), is_written=is_written)
         prepared.ensure_fresh()
         if not trace and isolation is None and check is None:
             if (cache := self.graph.attached.get("values")) is not None and not self._is_twin and self.cluster is None:
@@ -252,6 +254,15 @@ class Session:
         else:
             results = self._execute(prepared, fed, timeout, cut)
         return prepared.rebuild(results)
+
+    @unrecorded
+    def without_writes(self, fetches: Fetches, feed_dict: Mapping[Any, Any]) -> Any:
+        """`run`, but for what it writes: a value behind a write is computed of what the Variable holds."""
+        __tracebackhide__ = True
+        is_written = not self._prepare(fetches, tuple(feed_dict)).code.step.writes
+        if is_written:  # there is nothing to leave out
+            return self.run(fetches, feed_dict)
+        return self._run(fetches, feed_dict, None, False, None, None, is_written=False)
 
     def make_callable(
         self, fetches: Fetches, feeds: Sequence[FeedKey] = (), *, check: str | None = None,
@@ -284,8 +295,8 @@ class Session:
 
         def call(*values: object) -> Any:
             nonlocal prepared
-            if _is_cast():
-                with _uncast():
+            if is_cast():
+                with uncast():
                     return call(*values)
             if not prepared.is_of(self.graph):
                 prepared = self._prepare(fetches, feeds, asked)
@@ -603,10 +614,12 @@ class Session:
                 if what == option and holds[situation]:
                     raise Unimplemented(text)
 
-    def _prepare(self, fetches: Fetches, feed_keys: tuple[Any, ...], division: Division = WHOLE) -> PreparedRun:
+    def _prepare(
+        self, fetches: Fetches, feed_keys: tuple[Any, ...], division: Division = WHOLE, *, is_written: bool = True
+    ) -> PreparedRun:  # fmt: skip
         __tracebackhide__ = True
         self._steps.ensure_open()
-        about = division, self.memory_budget, torch.get_default_dtype()  # see `tfnb.passes.fractions`
+        about = division, self.memory_budget, torch.get_default_dtype(), is_written  # see `tfnb.passes.fractions`
         key = (key_of(fetches), tuple(map(key_of, feed_keys)), *about)
         prepared = self._prepared.get(key)
         if prepared is None or prepared.version != self.graph.version:
@@ -620,7 +633,8 @@ class Session:
                     packs = None if self.memory_budget is None else partial(self._packs, old=old)
                     prepared = prepare_divided(self.graph, fetches, feed_keys, code, division, packs)
                 else:
-                    prepared = prepare(self.graph, fetches, feed_keys, code)
+                    made = code if is_written else lambda step: code(without_writes(step))
+                    prepared = prepare(self.graph, fetches, feed_keys, made)
             self._prepared[key] = prepared
         return prepared
 
@@ -815,18 +829,6 @@ def limit(graph: Graph, memory_budget: int | str | None) -> Session:
     session = default_session(graph)
     session.memory_budget = budget
     return session
-
-
-_is_cast = torch._C._is_any_autocast_enabled
-
-
-@contextmanager
-def _uncast() -> Iterator[None]:
-    """A block without the autocast of the caller: a graph has the casts that were recorded."""
-    with ExitStack() as stack:
-        for device in ("cpu", torch._C._get_accelerator().type):
-            stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 def run(

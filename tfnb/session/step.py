@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tfnb.errors import InvalidArgument, TfnbError
 from tfnb.execution import Program
+from tfnb.execution.casts import uncast
 from tfnb.execution.explain import explained
 from tfnb.graph.current import unrecorded
 from tfnb.graph.variable_locks import LOCKS, ensure_unchanged, versions
@@ -89,7 +90,8 @@ class PartialRun:
         for leaf, place in zip(leaves, places, strict=True):
             self._check_feeds(leaf, place)
         try:
-            values = [self._value(self._results[place]) for place in places]
+            with uncast():
+                values = [self._value(self._results[place]) for place in places]
             if len(self._fetched | set(places)) == len(self._program.fetches):
                 self._commit()
         except Exception as error:
@@ -156,7 +158,8 @@ class PartialRun:
 
         def rest(*_: object) -> tuple[Any, ...]:
             fetched = [None] * program.n_fetches  # handed out already
-            return (*fetched, *(self._value(result) for result in self._results[program.n_fetches :]))
+            with uncast():
+                return (*fetched, *(self._value(result) for result in self._results[program.n_fetches :]))
 
         _, pending = program.compute([], self._storages, 0, rest)
         self._end("step is finished: everything was fetched")

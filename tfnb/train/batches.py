@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
-from tfnb.graph import current
+from tfnb.graph import Dim, current
 from tfnb.interrupts import from_signal_handler
 from tfnb.state.batch_order import Arrays, RowOrder, Rows
 from tfnb.state.chunks import ChunkedArray, as_rows, as_tensor, is_collection, without_frames
@@ -260,6 +260,29 @@ def _fed(epoch: int, number: int, feeds: object) -> Batch:
             f"item {number} of data is {type(feeds).__name__}, not a feed dict such as {{x: images, y: labels}}; "
             "say with feeds=(x, y) what its parts are fed to"
         )
-    values = tuple(feeds.values())
-    rows = next((len(v) for v in values if getattr(v, "ndim", 0)), 1)
-    return Batch(epoch, tuple(feeds), values, rows)
+    return Batch(epoch, tuple(feeds), tuple(feeds.values()), _rows_of(feeds))
+
+
+def _rows_of(feeds: Mapping[Any, Any]) -> int:
+    """The rows of a batch: the size that varies in most feeds, as axis 0 of most, or is the largest of such.
+
+    Without such a size, as where names are fed, the length of the first feed that has one. Class weights and other
+    feeds beside the rows have sizes of their own.
+    """
+    found: dict[str, list[tuple[int, int]]] = {}  # of each size the axes that it is on, and its length there
+    for key, value in feeds.items():
+        for axis, size in enumerate(getattr(getattr(key, "spec", None), "shape", ())):
+            if isinstance(size, Dim) and size.is_symbol and (length := _length(value, axis)) is not None:
+                found.setdefault(size.expr, []).append((axis, length))
+    if found:
+        return max((sum(not axis for axis, _ in each), len(each), each[0][1]) for each in found.values())[-1]
+    return next((length for value in feeds.values() if (length := _length(value, 0)) is not None), 1)
+
+
+def _length(value: Any, axis: int) -> int | None:
+    """The length of an axis of an array, or of lists of lists; None where there is no such axis."""
+    if hasattr(value, "shape"):
+        return value.shape[axis] if axis < len(value.shape) else None
+    for _ in range(axis):
+        value = value[0] if isinstance(value, (list, tuple)) and value else None
+    return len(value) if isinstance(value, (list, tuple)) else None

@@ -112,6 +112,8 @@ class Callbacks:
         for call in calls:
             try:
                 call(progress)
+            except StopIteration as error:  # a generator that calls this would end with a RuntimeError
+                raise InvalidArgument("a callback raised StopIteration: progress.stop() ends a training") from error
             except BaseException as error:
                 if self._is_noted:
                     step = progress.step

@@ -342,7 +342,7 @@ class Steps:
             else:
                 is_whole = see is not None or how.is_pipeline
                 steps = self._stepwise(step, placed, source, end, see, applied, seen, is_whole=is_whole, over=over)
-            steps = _in_one_mode(steps, changes, why or "tasks sum over all rows in mid-step")
+            steps = _in_one_mode(steps, how, changes, why or "tasks sum over all rows in mid-step")
         else:
             changed = partial(self._changed, step, placed, source, changes, exact)
             steps = self._looping(step, placed, source, how, changed, end, timeout, applied, seen)
@@ -466,7 +466,7 @@ class Steps:
         known: dict[Any, bool] = step.whole.attached.setdefault("divided", {})
         writes = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign")
         key = writes, step.fetches, tasks, may_sum  # where tasks average, after a sum was told, that is told, too
-        if key in known or not placed.writes or placed.tasks:
+        if key in known or placed.tasks:
             return source, (), known.get(key, True)
         first: Iterable[StepFeeds | None]
         if isinstance(source, Ahead):
@@ -801,13 +801,13 @@ class Steps:
 
 
 def _in_one_mode(
-    steps: Generator[StepGroup, None, None], changes: Callable[[], Mode | None], why: str
+    steps: Generator[StepGroup, None, None], mode: Mode, changes: Callable[[], Mode | None], why: str
 ) -> Generator[StepGroup, None, None]:  # fmt: skip
     """The groups of a training that the notebook takes step by step; warns of a mode that a callback asks for."""
     with closing(steps):
         for group in steps:
             yield group
-            if (new := changes()) is not None:
+            if (new := changes()) not in (None, mode):
                 text = f"the training does not change to mode={new}: it takes one step after the other, as {why}"
                 warnings.warn(text, stacklevel=user_level(None))
 
