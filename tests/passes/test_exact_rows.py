@@ -265,6 +265,13 @@ LAID_OUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "encoder": _bags,
     "images": lambda x: F.dropout(nn.Conv2d(4, 3, 1)(x[..., None, None, :, :].transpose(1, 2)[:, 0].transpose(1, 3)
                                                      .to(memory_format=torch.channels_last)), 0.5),
+    "text": lambda x: F.dropout(nn.Conv1d(4, 3, 3)(x.transpose(1, 2)), 0.5),
+    "weights": lambda x: F.dropout(nn.Conv2d(4, 3, 1).to(memory_format=torch.channels_last)(
+        x.transpose(1, 2)[..., None].expand(-1, 4, 5, 2).contiguous()), 0.5),
+    "mixed": lambda x: F.dropout(x.transpose(1, 2)[:, :4, :4] + x[:, :4, :4], 0.5),
+    "attention": lambda x: F.dropout(F.scaled_dot_product_attention(
+        q := x.view(x.shape[0], 5, 2, 2).transpose(1, 2), q, q), 0.5),
+    "gathered": lambda x: F.dropout(F.prelu(x.transpose(1, 2), torch.tensor([0.1])), 0.5),
 }  # fmt: skip
 
 

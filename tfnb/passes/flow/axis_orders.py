@@ -1,106 +1,195 @@
-"""The order of the axes of values in memory, as far as the graph tells: a random op draws in that order.
+"""The order of the axes of values in memory: a random op draws in that order.
 
 `torch.nn.functional.dropout` and the like draw into an empty tensor with the strides of their operand. So the numbers
-that a row gets depend on whether the operand is contiguous or, for example, a transposed view. Pure; imports the graph.
+that a row gets depend on whether the operand is contiguous or, for example, a transposed view. Torch's kernels choose
+strides by rules of their own. So each op that leads to a draw is done once, on zeros where there are few of them, and
+else without memory (on ``meta``, some of whose shape rules choose other strides than kernels: `_RULES`). Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
+from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
-from tfnb.graph import Node, Spec, Value
-from tfnb.graph.op_facts import facts_of
+from tfnb.errors import ShapeError
+from tfnb.graph import Dim, Node, Ref, Spec, Value
+from tfnb.graph.node import map_leaves
+from tfnb.graph.op_facts import kernel, unbind
+from tfnb.graph.ops import TRUSTED, WITH_GRADIENT, overload
+from tfnb.interrupts import from_signal_handler
+from tfnb.kernels.strided import unit_rows
 
+Attrs = Mapping[str, Any]
 Order = tuple[int, ...]  # axes, from the outermost to the innermost in memory
 
-_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
-_KEEPING = frozenset(
-    {
-        "native_dropout",
-        "_softmax",
-        "_log_softmax",
-        "clone",
-        "_to_copy",
-        "convolution",
-        "max_pool2d_with_indices",
-        "avg_pool2d",
-        "_adaptive_avg_pool2d",
-        "_native_batch_norm_legit_functional",
-        "native_batch_norm",
-    }
-)
-"""Ops whose output has the layout of the operand of the same shape, or of the first one."""
+FEW = 1 << 14  # numbers: an op on so many is done sooner than torch's shape rules, which are written in Python
+_UNIT = 24  # what varies is bound to multiples of it, since an axis of size 1 may lie anywhere
 
 
-def axis_orders(nodes: Iterable[Node], fed: Mapping[Value, Spec]) -> dict[Value, Order]:
-    """The order of the axes of each fed value, and of each output of nodes in program order.
+def axis_orders(
+    nodes: Sequence[Node], fed: Mapping[Value, Spec], wanted: Iterable[Value], few: int = FEW
+) -> dict[Value, Order]:
+    """The order of the axes of the values wanted, of nodes in program order. few: numbers that an op is done on.
 
-    What is fed, read and captured counts as contiguous, and so does the output of an op that no rule here knows.
+    What is fed counts as contiguous, and so does the output of loops, branches, ops of users, and what zeros do not
+    tell.
     """
-    specs = dict(fed)
-    found: dict[Value, Order] = {value: tuple(range(len(spec.shape))) for value, spec in fed.items()}
+    wanted = set(wanted)
+    needed = set(wanted)
+    for node in reversed(nodes):
+        if not needed.isdisjoint(map(node.value, range(len(node.outputs)))):
+            needed.update(node.inputs)
+    layouts = _Layouts(few)
+    for value, spec in fed.items() if wanted else ():
+        layouts.meet(value, spec)
     for node in nodes:
+        if not needed.isdisjoint(map(node.value, range(len(node.outputs)))) and node.value() not in fed:
+            layouts.do(node)
+    return {value: _order(layouts.found[value]) for value in wanted if value in layouts.found}
+
+
+def _order(like: Tensor) -> Order:
+    strides = torch.empty_like(like).stride()
+    return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
+
+
+class _Layouts:
+    """Values of a step as tensors on ``meta``, which have strides and no memory."""
+
+    def __init__(self, few: int) -> None:
+        self.found: dict[Value, Tensor] = {}
+        self._few = few
+        self._sizes: dict[str, int] = {}
+        self._free = count(1)
+        self._done: dict[Any, Sequence[Any]] = {}  # models repeat their blocks
+
+    def meet(self, value: Value, spec: Spec, like: object = None) -> None:
+        """Take a value: laid out like a tensor of its shape, else contiguous."""
+        try:
+            shape = [self._size(size) for size in spec.shape]
+            found = torch.empty(shape, dtype=spec.dtype, device="meta")
+        except (ShapeError, RuntimeError):  # no such sizes, of an image too small for the layers to come
+            return
+        if isinstance(like, Tensor) and like.layout is torch.strided and list(like.shape) == shape:
+            found = torch.empty_strided(shape, like.stride(), dtype=spec.dtype, device="meta")
+        self.found[value] = found
+
+    def do(self, node: Node) -> None:
+        """Take the outputs of a node."""
+        try:
+            outs = self._outputs(node)
+        except Exception as error:  # whatever it is, the run raises it with the user's line
+            if from_signal_handler(error):
+                raise
+            outs = ()
         for index, spec in enumerate(node.outputs):
-            specs[node.value(index)] = spec
-            found[node.value(index)] = _order(node, index, spec, found, specs)
-    return found
+            self.meet(node.value(index), spec, outs[index] if index < len(outs) else None)
+
+    def _outputs(self, node: Node) -> Sequence[Any]:
+        if node.op == "tfnb.constant":
+            return (node.attrs["value"],)
+        if node.op == "tfnb.read":
+            return (node.attrs["variable"].storage,)
+        given = [self.found[value] for value in node.inputs]
+        if node.op == WITH_GRADIENT:
+            return [given[ref.input] for ref in node.attrs["values"]]
+        space, _, name = node.op.rpartition(".")[0].partition(".")
+        if space not in TRUSTED or not given:  # what is made of nothing is contiguous
+            return ()
+        return self._results(node, name, given)
+
+    def _results(self, node: Node, name: str, given: Sequence[Tensor]) -> Sequence[Any]:
+        attrs = map_leaves(lambda leaf: self._size(leaf) if isinstance(leaf, Dim) else leaf, node.attrs)
+        key = node.op, str(attrs), *((each.shape, each.stride(), each.dtype) for each in given)
+        if key not in self._done:
+            shapes = [[self._size(size) for size in spec.shape] for spec in node.outputs]
+            if node.stream is None and sum(map(_span, given)) + sum(map(prod, shapes)) <= self._few:  # draws nothing
+                self._done[key] = _called(node.op, attrs, [_zeros(each) for each in given])
+            elif name in _RULES:
+                self._done[key] = _RULES[name](attrs, shapes[0], given)
+            else:
+                self._done[key] = _called(node.op, attrs, given)
+        return self._done[key]
+
+    def _size(self, size: int | Dim) -> Any:
+        if not isinstance(size, Dim):
+            return size
+        for symbol in size.symbols:
+            if symbol not in self._sizes:
+                self._sizes[symbol] = _UNIT * next(self._free)
+        return size.evaluate(self._sizes)
 
 
-def _order(node: Node, index: int, spec: Spec, found: dict[Value, Order], specs: dict[Value, Spec]) -> Order:
-    usual = tuple(range(len(spec.shape)))
-    name = node.op.split(".")[1] if node.op.startswith("aten.") else ""
-    memory_format = node.attrs.get("memory_format")
-    if memory_format not in (None, torch.preserve_format):
-        is_last = memory_format is not torch.contiguous_format and len(usual) > 2
-        return (0, *usual[2:], 1) if is_last else usual
-    if name in _RECURRENT and index == 0 and len(usual) == 3:  # they compute time by time
-        return (1, 0, 2) if node.attrs.get("batch_first") else usual
-    if name == _FLASH and len(usual) == 4:
-        return (0, 2, 1, 3)
-    if name in _VIEWS and node.inputs[0] in found:
-        return _VIEWS[name](node, found[node.inputs[0]])
-    if name in _KEEPING or name.endswith("_like") or (name and facts_of(node.op).is_pointwise):
-        wide = [v for v in node.inputs if v in specs and len(specs[v].shape) == len(usual)]
-        orders = {found[v] for v in [v for v in wide if specs[v].shape == spec.shape] or wide[:1]}
-        return orders.pop() if len(orders) == 1 else usual
-    return usual
+def _called(name: str, attrs: Attrs, given: Sequence[Tensor]) -> Sequence[Any]:
+    """The results of an op on tensors, on their device."""
+
+    def argument(leaf: object) -> Any:
+        if isinstance(leaf, Ref):
+            return given[leaf.input]
+        return given[0].device if isinstance(leaf, torch.device) else leaf
+
+    op = overload(name)
+    args, kwargs = unbind(op, map_leaves(argument, attrs))
+    with torch.no_grad():
+        out = kernel(op)(*args, **kwargs)
+    return out if isinstance(out, (list, tuple)) else (out,)
 
 
-def _permuted(node: Node, order: Order) -> Order:
-    dims = [dim % len(order) for dim in node.attrs["dims"]]
-    return tuple(dims.index(axis) for axis in order)
+def _span(like: Tensor) -> int:
+    """How many numbers lie from the first of a tensor to the last."""
+    steps = ((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True))
+    return 1 + sum(steps) if like.numel() else 0
 
 
-def _transposed(node: Node, order: Order) -> Order:
-    a, b = (node.attrs.get(name, usual) % len(order) for name, usual in (("dim0", 0), ("dim1", 1)))
-    return tuple(b if axis == a else a if axis == b else axis for axis in order)
+def _zeros(like: Tensor) -> Tensor:
+    """Zeros with these strides, some of which may be 0."""
+    return torch.zeros(_span(like), dtype=like.dtype, device="cpu").as_strided(like.shape, like.stride())
 
 
-def _turned(node: Node, order: Order) -> Order:
-    return tuple(reversed(order)) if len(order) == 2 else order
+# -- rules of ops whose shape rules on ``meta`` choose other strides, or take long ------------------------------------
 
 
-def _selected(node: Node, order: Order) -> Order:
-    dim = node.attrs.get("dim", 0) % len(order)
-    return tuple(axis - (axis > dim) for axis in order if axis != dim)
+def _recurrent(attrs: Attrs, shape: list[int], given: Sequence[Tensor]) -> list[Tensor]:
+    """Recurrent nets compute time by time; their other outputs are contiguous."""
+    is_turned = attrs.get("batch_first") and len(shape) == 3
+    return [given[0].new_empty([shape[1], shape[0], shape[2]]).transpose(0, 1)] if is_turned else []
 
 
-def _same(node: Node, order: Order) -> Order:
-    return order
+def _normalized(attrs: Attrs, shape: list[int], given: Sequence[Tensor]) -> list[Tensor]:
+    """Batch norm keeps channels last; other inputs it makes contiguous."""
+    return [torch.empty_like(given[0], memory_format=suggest_memory_format(given[0]))]
 
 
-def _reshaped(node: Node, order: Order) -> Order:
-    """A view of a contiguous tensor is contiguous, and one with as many axes has the same order."""
-    axes = len(node.outputs[0].shape)
-    return order if axes == len(order) else tuple(range(axes))
+def _convolved(attrs: Attrs, shape: list[int], given: Sequence[Tensor]) -> list[Tensor]:
+    """Convolutions give channels last if the input or the weights have it; those of volumes know no float64."""
+    formats = {suggest_memory_format(each) for each in given[:2]} - {torch.contiguous_format}
+    knows = len(shape) == 4 or given[0].dtype is not torch.float64
+    return [given[0].new_empty(shape).to(memory_format=formats.pop())] if formats and knows else []
 
 
-_VIEWS: dict[str, Callable[[Any, Order], Order]] = {
-    "permute": _permuted, "transpose": _transposed, "t": _turned, "select": _selected, "slice": _same, "narrow": _same,
-    "split": _same, "split_with_sizes": _same, "chunk": _same, "alias": _same, "detach": _same, "unbind": _selected,
-    "view": _reshaped, "reshape": _reshaped, "unsqueeze": _reshaped, "squeeze": _reshaped, "_reshape_alias": _reshaped,
-}  # fmt: skip
+def _attention(attrs: Attrs, shape: list[int], given: Sequence[Tensor]) -> list[Tensor]:
+    """Flash attention lays out its result like the queries; torch has it for four axes."""
+    is_flash = len(shape) == 4 and given[0].shape[-1] == given[2].shape[-1]
+    return [torch.empty_like(unit_rows(given[0]))] if is_flash else []
+
+
+_RULES: Mapping[str, Callable[[Attrs, list[int], Sequence[Tensor]], Sequence[Tensor]]] = {
+    op: rule
+    for rule, ops in {
+        _recurrent: "lstm gru rnn_tanh rnn_relu",
+        _normalized: """
+            native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
+            _native_batch_norm_legit_no_training
+        """,
+        _convolved: "convolution",
+        _attention: "scaled_dot_product_attention",
+    }.items()
+    for op in ops.split()
+}
+"""The first results of ops; others are contiguous."""

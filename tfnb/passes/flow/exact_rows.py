@@ -109,7 +109,7 @@ class RowDivision:
     _divided: dict[str, bool] = field(default_factory=dict)  # sizes, by their expression
     effects: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of nodes made, ids of the step's
     drawn: dict[int, Node] = field(default_factory=dict)  # random nodes of all rows, in place of the step's
-    _orders: dict[Value, Order] = field(init=False)  # of the axes of the step's values in memory
+    _orders: dict[Value, Order] = field(init=False)  # of axes in memory, of what random ops take
 
     def __post_init__(self) -> None:
         by_id = self.step.whole.contents.by_id
@@ -118,7 +118,8 @@ class RowDivision:
         self.rows = next((first.expr for first in firsts if first.is_symbol), "")
         taken = {s for node in self.step.graph.nodes for one in (node, *nested(node))
                  for spec in one.outputs for s in spec.symbols}  # fmt: skip
-        self._orders = axis_orders(self.step.graph.nodes, self.specs)
+        drawn = (value for node in self.step.graph.nodes if node.stream is not None for value in node.inputs)
+        self._orders = axis_orders(self.step.graph.nodes, self.specs, drawn)
         self.symbols: list[str] = []
         for _ in self.tasks if self.rows else ():
             self.symbols.append(unique(self.rows, taken | {self.rows, *self.symbols}))
@@ -264,6 +265,8 @@ class RowDivision:
             self.gathered.append(node)
         inputs = [self._whole(v) if v in self.states else None for v in node.inputs]
         is_own = self._is_each(node) and all(v in self.constants for v in node.inputs)
+        if node.stream is not None and not is_own:
+            inputs = [self._laid_out(v, whole, node) for v, whole in zip(node.inputs, inputs, strict=True)]
         if node.op == "tfnb.assign":
             self.written.add(node.attrs["variable"])
         copies = []
@@ -441,6 +444,22 @@ class RowDivision:
         self.constants.add(values[0])
         self.specs[values[0]] = spec
         return values[0]
+
+    def _laid_out(self, value: Value, whole: Value | None, of: Node) -> Value | None:
+        """A whole value laid out in memory as ``value``: gathered rows are contiguous."""
+        order = self._orders.get(value, ())
+        if whole is None or list(order) == sorted(order):
+            return whole
+        spec = self.spec_at(value)
+        laid = replace(spec, shape=tuple(spec.shape[axis] for axis in order))
+        back = [order.index(axis) for axis in range(len(order))]
+        for op, about, shown in (
+            ("aten.permute.default", {"dims": list(order)}, laid),
+            ("aten.clone.default", {"memory_format": torch.contiguous_format}, laid),
+            ("aten.permute.default", {"dims": back}, spec),
+        ):
+            whole = self.new(f"{of.name}/laid_out", op, (whole,), {"self": Ref(0), **about}, shown, of)
+        return whole
 
     # -- forms --------------------------------------------------------------------------------------------------------
 
