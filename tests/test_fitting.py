@@ -488,3 +488,60 @@ def test_which_code_runs_is_said_once_and_told_by_traces(
         assert "untraced it is" in session.trace._repr_html_()
     finally:
         session.close()
+
+
+def test_validation_writes_nothing():
+    """An average of weights that the cell makes below the step is read, and not moved, by validation."""
+    found = []
+    for validation in (None, {"x": X, "y": Y}):
+        torch.manual_seed(0)
+        model, averaged = network(), network()
+        with tfnb.record():
+            x, y = tfnb.placeholder(X[:10]), tfnb.placeholder(Y[:10])
+            loss = F.cross_entropy(model(x), y)
+            step = tfnb.train.SGD(0.1).minimize(loss)
+            for mean, value in zip(averaged.parameters(), model.parameters(), strict=True):
+                mean.data.lerp_(value.data, 0.1)
+            cost = F.cross_entropy(averaged(x), y)
+        given = None if validation is None else {x: X, y: Y}
+        result = tfnb.fit(step, {x: X, y: Y}, batch_size=10, shuffle=False, watch={"cost": cost}, validation=given)
+        found.append(averaged.state_dict())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    with torch.no_grad():
+        assert result.history[0]["val_cost"] == pytest.approx(float(F.cross_entropy(averaged(X), Y)), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "lists", "weights first", "time first"])
+def test_means_are_weighted_by_the_rows_that_vary(kind: str):
+    """Batches of 6 and 2 rows: their values 0 and 8 have the mean 2."""
+    model = nn.Linear(1, 1)
+    wide = torch.tensor([[0.0]] * 6), torch.tensor([[8.0]] * 2)
+    with tfnb.record():
+        is_late = kind == "time first"
+        x = tfnb.placeholder(torch.zeros(3, 6), shape=("T", "B")) if is_late else tfnb.placeholder(wide[0])
+        w = tfnb.placeholder(torch.ones(6 if is_late else 3))
+        mean = (x * w).mean() if is_late else (x * w.mean()).mean()
+        step = tfnb.train.SGD(0.1).minimize(model(mean.reshape(1, 1)).sum() * 0)
+    feeds = []
+    for rows in wide:
+        match kind:
+            case "arrays":
+                feeds.append({x: rows, w: torch.ones(3)})
+            case "lists":
+                feeds.append({x: rows.tolist(), w: [1.0] * 3})
+            case "weights first":
+                feeds.append({w: torch.ones(3), x: rows})
+            case _:
+                feeds.append({x: rows.T.expand(3, len(rows)), w: torch.ones(len(rows))})
+    result = tfnb.fit(step, feeds, watch={"mean": mean})
+    assert result.history[0]["mean"] == pytest.approx(2.0)
+
+
+def test_a_callback_that_raises_stop_iteration_is_told_how_to_stop():
+    _, x, value = counter()
+
+    def on_epoch(progress: object) -> None:
+        raise StopIteration
+
+    with pytest.raises(InvalidArgument, match=r"progress.stop\(\) ends a training"):
+        tfnb.fit(value, [{x: X[:, 0]}] * 3, epochs=2, callbacks=[on_epoch])

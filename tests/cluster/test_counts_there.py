@@ -114,3 +114,34 @@ def test_tasks_that_take_local_steps_say_that_counts_are_their_own(connect: Call
     step, feeds = recorded(net)
     with pytest.warns(UserWarning, match="the step writes hits, seen, seconds, total and 3 more itself"):
         tfnb.fit(step, feeds, epochs=1, batch_size=BATCH, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["sync", "allreduce"])
+def test_a_watched_value_behind_a_count_is_that_of_all_rows_or_named(connect: Callable[..., Any], mode: str) -> None:
+    net = Counting()
+    connect(2)
+    xs, ys = data()
+    with tfnb.record():
+        x, y = tfnb.placeholder(xs[:4]), tfnb.placeholder(ys[:4])
+        loss = net(x, y)
+        share = net.center.square().sum() + net.total
+        step = tfnb.train.SGD(0.2).minimize(loss)
+    feeds, told = {x: xs, y: ys}, "sums over all rows in mid-step" if mode == "sync" else "share is fetched or watched, and is no mean"
+    with pytest.warns(UserWarning, match=told.replace("sums over", "sum over")):
+        found = tfnb.fit(step, feeds, steps=1, batch_size=16, shuffle=False, mode=mode, watch={"share": share})
+    if mode == "sync":
+        assert found.history[0]["share"] == pytest.approx(float(net.center.square().sum() + net.total), rel=1e-12)
+
+
+def test_watched_numbers_of_a_step_without_gradients_are_named_where_tasks_do_not_join_them(
+    connect: Callable[..., Any],
+) -> None:
+    net = nn.Linear(5, 1).double()
+    connect(2)
+    with tfnb.record():
+        x = tfnb.placeholder(data()[0][:4])
+        root = net(x).square().mean().sqrt()
+        tfnb.Variable(torch.tensor(0)).assign_add((x[:, 0] > 0).sum())
+        counted = tfnb.effects()
+    with pytest.warns(UserWarning, match="root is fetched or watched, and is no mean over rows"):
+        tfnb.fit(counted, {x: data()[0]}, batch_size=16, watch={"root": root})

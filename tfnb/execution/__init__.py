@@ -2,7 +2,8 @@
 
 `lowering` makes a program, `tiers` chooses the code that runs it, `running` lets others stop it, `commit` writes,
 `explain` names the line of what failed, `casts` leaves out the caller's autocast. `step_code` is all that computes one
-step here, `budgeted` keeps to a memory budget, `pack_step` runs a step in packs of layers on a `virtual_device` with `copy_lanes`, `heap` primes the allocator.
+step here, `budgeted` keeps to a memory budget, `pack_step` runs a step in packs of layers on a `virtual_device` with
+`copy_lanes`, `heap` primes the allocator.
 `dataflow` is the machine for queues and overlapping loops, `tracing` watches.
 `compiling` is the process that compiles, and its packages on disk.
 """

@@ -210,13 +210,15 @@ def _of_feeds(data: Data, keys: object, epochs: int, steps: int | None, begin: i
         raise InvalidArgument("data is empty")
     last = None if steps is None else steps - begin if goes_on else steps
 
+    sizes: dict[tuple[Any, ...], str] = {}  # on which rows lie, by the feeds
+
     def each() -> Iterator[Batch]:
         for epoch in passes:
             found = False
             each = _pass_of(source) if source is not None and epoch == first and not goes_on else data
             for number, feeds in enumerate(each):
                 found = True
-                batch = _fed(epoch, number, feeds if keys is None else _assigned(keys, number, feeds))
+                batch = _fed(epoch, number, feeds if keys is None else _assigned(keys, number, feeds), sizes)
                 yield batch if source is None else batch._replace(position=source.position)
             if not found and not (goes_on and epoch == first):  # it may stand at the end of a pass
                 if epoch > first and steps is None and source is None:  # iter(data) gave the exhausted iterator again
@@ -254,29 +256,31 @@ def _assigned(keys: object, number: int, item: object) -> dict[Any, Any]:
     return dict(zip(names, parts, strict=True))
 
 
-def _fed(epoch: int, number: int, feeds: object) -> Batch:
+def _fed(epoch: int, number: int, feeds: object, sizes: dict[tuple[Any, ...], str]) -> Batch:
     if not isinstance(feeds, Mapping):
         raise InvalidArgument(
             f"item {number} of data is {type(feeds).__name__}, not a feed dict such as {{x: images, y: labels}}; "
             "say with feeds=(x, y) what its parts are fed to"
         )
-    return Batch(epoch, tuple(feeds), tuple(feeds.values()), _rows_of(feeds))
+    return Batch(epoch, tuple(feeds), tuple(feeds.values()), _rows_of(feeds, sizes))
 
 
-def _rows_of(feeds: Mapping[Any, Any]) -> int:
+def _rows_of(feeds: Mapping[Any, Any], sizes: dict[tuple[Any, ...], str]) -> int:
     """The rows of a batch: the size that varies in most feeds, as axis 0 of most, or is the largest of such.
 
     Without such a size, as where names are fed, the length of the first feed that has one. Class weights and other
-    feeds beside the rows have sizes of their own.
+    feeds beside the rows have sizes of their own. sizes: that of each choice of feeds, as the first batch tells it.
     """
     found: dict[str, list[tuple[int, int]]] = {}  # of each size the axes that it is on, and its length there
     for key, value in feeds.items():
         for axis, size in enumerate(getattr(getattr(key, "spec", None), "shape", ())):
             if isinstance(size, Dim) and size.is_symbol and (length := _length(value, axis)) is not None:
                 found.setdefault(size.expr, []).append((axis, length))
-    if found:
-        return max((sum(not axis for axis, _ in each), len(each), each[0][1]) for each in found.values())[-1]
-    return next((length for value in feeds.values() if (length := _length(value, 0)) is not None), 1)
+    if not found:
+        return next((length for value in feeds.values() if (length := _length(value, 0)) is not None), 1)
+    likely = {size: (sum(not axis for axis, _ in each), len(each), each[0][1]) for size, each in found.items()}
+    size = sizes.setdefault(tuple(map(id, feeds)), max(likely, key=lambda size: likely[size]))
+    return found.get(size, next(iter(found.values())))[0][1]
 
 
 def _length(value: Any, axis: int) -> int | None:
