@@ -126,9 +126,9 @@ def test_a_watched_value_behind_a_count_is_that_of_all_rows_or_named(connect: Ca
         loss = net(x, y)
         share = net.center.square().sum() + net.total
         step = tfnb.train.SGD(0.2).minimize(loss)
-    feeds, told = {x: xs, y: ys}, "sums over all rows in mid-step" if mode == "sync" else "share is fetched or watched, and is no mean"
-    with pytest.warns(UserWarning, match=told.replace("sums over", "sum over")):
-        found = tfnb.fit(step, feeds, steps=1, batch_size=16, shuffle=False, mode=mode, watch={"share": share})
+    told = {"sync": "sum over all rows in mid-step", "allreduce": "share is fetched or watched, and is no mean"}
+    with pytest.warns(UserWarning, match=told[mode]):
+        found = tfnb.fit(step, {x: xs, y: ys}, steps=1, batch_size=16, shuffle=False, mode=mode, watch={"share": share})
     if mode == "sync":
         assert found.history[0]["share"] == pytest.approx(float(net.center.square().sum() + net.total), rel=1e-12)
 

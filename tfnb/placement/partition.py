@@ -281,10 +281,10 @@ class _Cut:
     def _changed(self) -> tuple[str, ...]:
         return tuple(variable.key for variable in self.state.final)
 
-    def _of_rows(self, transfers: Sequence[Transfer]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _of_rows(self, transfers: Sequence[Transfer]) -> tuple[tuple[str, ...], ...]:
         """Names of Variables, no statistics of batch norm, whose server takes values of the rows that are fed, and no
-        gradients: from the first task only, and from all tasks as a mean or sum. A fetch of such a sum is computed by
-        each task of its own rows: the Variable is none of the latter then.
+        gradients: from the first task only, and from all tasks as a mean or sum; and of the latter those whose new
+        value is fetched, or leads to what is.
         """
         shapes = {value: self._spec(value).shape for value in self.feeds}
         fed = {value for value, shape in shapes.items() if shape and not isinstance(shape[0], int)}  # the divided ones
@@ -297,15 +297,14 @@ class _Cut:
                 hangs.add(node.id)
         own = {t.value for t in transfers if t.kind == "value" and (t.value in fed or t.value.node in hangs)}
         joined = {t.value for t in transfers if t.kind in ("mean", "sum")}
-        apart, summed = list[str](), list[str]()
+        apart, summed, shown = list[str](), list[str](), list[str]()
         for variable, value in self.state.final.items() if own or joined else ():
             sent = self._made_of(variable, value, transfers)[1]
             if not _is_of_norm(variable):
-                is_joined = not joined.isdisjoint(sent)
-                is_apart = not own.isdisjoint(sent) or (is_joined and value in self._fetched)
-                apart += [variable.name] if is_apart else []
-                summed += [variable.name] if is_joined else []
-        return tuple(apart), tuple(summed)
+                apart += [] if own.isdisjoint(sent) else [variable.name]
+                summed += [] if joined.isdisjoint(sent) else [variable.name]
+                shown += [] if joined.isdisjoint(sent) or value not in self._fetched else [variable.name]
+        return tuple(apart), tuple(summed), tuple(shown)
 
     @cached_property
     def _fetched(self) -> set[Value]:
@@ -356,11 +355,11 @@ class _Cut:
             for node in cut.nodes(place):
                 places[node.id] = (*places.get(node.id, ()), place)
         transfers = tuple(border for server in servers for border in server.borders)
-        (apart, joined), raced = self._of_rows(transfers), tuple(self._raced(transfers))
+        (apart, joined, shown), raced = self._of_rows(transfers), tuple(self._raced(transfers))
         free = tuple(variable.key for variable in unordered(self.pruned) if variable.name not in raced)
         return Placement(
             places, self.homes, transfers, tuple(self._targets), self.tasks, self._changed,
-            apart, raced, free, joined,
+            apart, raced, free, joined, shown,
         )  # fmt: skip
 
     def _server(self, cut: Partition, shard: int, targets: Mapping[Variable, Value]) -> Server:

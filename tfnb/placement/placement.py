@@ -83,9 +83,9 @@ class Placement:
     ``places``: by a node's id, the places where the node runs. ``writes``: shards that the step writes,
     ``changed``: keys of the Variables that the step writes. ``tasks``: numbers of the tasks that the graph asks for,
     empty if any will do. ``apart``: names of Variables whose new value is made of what the first task has of its rows;
-    ``joined``: of sums or means over rows, of all tasks; ``raced``: names of Variables whose new value a task computes
-    from a possibly outdated read. ``free``: keys of Variables whose updates, all within `tfnb.unordered`, servers add
-    to the value of the moment.
+    ``joined``: of sums or means over rows, of all tasks; ``shown``: of these whose new value a task would have to
+    fetch; ``raced``: names of Variables whose new value a task computes from a possibly outdated read. ``free``: keys
+    of Variables whose updates, all within `tfnb.unordered`, servers add to the value of the moment.
     """
 
     places: Mapping[int, tuple[Place, ...]]
@@ -98,3 +98,4 @@ class Placement:
     raced: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()

@@ -408,7 +408,7 @@ class Steps:
             return bool(exact), source
         may_sum, tasks = how.name == "sync" and not how.may_have_spare, len(self._numbers())
         count = min(how.required or tasks - how.backup, tasks)
-        if may_sum and (names := placed.placement.apart):
+        if may_sum and (names := (*placed.placement.apart, *placed.placement.shown)):
             if tasks > 1:
                 warnings.warn(f"{_written(names)}. {_SUMMED}", stacklevel=user_level(None))
             return True, source
