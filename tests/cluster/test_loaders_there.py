@@ -88,6 +88,28 @@ def test_data_without_a_length_trains_there_as_here(connect, recorded):
     torch.testing.assert_close(there, here, rtol=1e-10, atol=1e-12)
 
 
+def test_a_pass_begins_there_when_validation_and_callbacks_of_the_one_before_are_over(connect, recorded):
+    data, model, _, _ = recorded
+    with tfnb.record("passes"):
+        x, y = tfnb.placeholder(data[:4][0], name="x"), tfnb.placeholder(data[:4][1], name="y")
+        loss = (model(x) - y).square().mean()
+        step = tfnb.train.SGD(0.1).minimize(loss)
+    log = []
+
+    class Logged(DataLoader):
+        def __iter__(self):
+            log.append("pass" if self is loader else "validation")
+            return super().__iter__()
+
+    loader, held = Logged(data, 6), Logged(data, 6)
+    connect(2)
+    tfnb.fit(
+        step, loader, feeds=(x, y), epochs=2, watch={"loss": loss}, validation=held,
+        callbacks=lambda progress: log.append(progress.epoch),
+    )  # fmt: skip
+    assert log == ["pass", "validation", 1, "pass", "validation", 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["interrupt", "callback"])
 def test_a_source_stands_behind_the_last_step_that_servers_applied(connect, recorded, ends):

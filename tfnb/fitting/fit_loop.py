@@ -53,7 +53,7 @@ from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
 from tfnb.state.step_groups import StepGroup, StepReport
 from tfnb.state.steps_taken import AppliedSteps, StepsHere, StepsThere
-from tfnb.train.batches import Batch, Batches, Data, batches, is_single_pass, name_of
+from tfnb.train.batches import Batch, Batches, Data, PassEnd, batches, is_single_pass, name_of
 from tfnb.train.callbacks import Callback, Callbacks, Progress
 from tfnb.train.metrics import Metrics
 from tfnb.train.modes import TaskMode
@@ -319,11 +319,11 @@ def _here(asked: _FitSteps, run: _Run) -> Taken:
     session, source, division, fetches = asked.session, asked.source, asked.division, asked.fetches
     keys: tuple[Any, ...] = ()
     call: Callable[..., Any] | None = None
-    epoch, largest = 1, 0
-    for batch in source.each if source.is_ours else _awaited(source.each, run):
-        if batch.epoch > epoch:
+    largest = 0
+    for batch in source.parts if source.is_ours else _awaited(source.parts, run):
+        if isinstance(batch, PassEnd):
             yield STANDS
-            epoch = batch.epoch
+            continue
         if call is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
             known_keys(session, batch.keys, named=not source.is_ours)
             keys = batch.keys
@@ -374,10 +374,13 @@ def _there(asked: _FitSteps, run: _Run, *, by_pass: bool) -> Taken:
 
 def _of_batches(asked: _FitSteps, run: _Run, options: Mapping[str, Any], *, by_pass: bool) -> Taken:
     """Reports for batches that are drawn here."""
-    each, session, fetches = _awaited(asked.source.each, run), asked.session, asked.fetches
+    each, session, fetches = _awaited(asked.source.parts, run), asked.session, asked.fetches
     first = next(each, None)
+    if isinstance(first, PassEnd):  # the steps before were all of a pass
+        first = next(each, None)
     if first is None:
         return
+    assert isinstance(first, Batch)
     known_keys(session, first.keys, named=True)
     if asked.is_looked_at:
         look_at_means(session, fetches, first.keys, first.values, asked.division)
@@ -385,12 +388,12 @@ def _of_batches(asked: _FitSteps, run: _Run, options: Mapping[str, Any], *, by_p
     begun: dict[int, Batch] = {}  # by number, without its values, until a copy of the Variables has seen its step
 
     def rows() -> Iterator[tuple[Any, ...] | None]:
-        epoch = first.epoch
         for batch in chain([first], each):
-            if by_pass and batch.epoch > epoch:
-                yield None
-                run.steps.begins()
-            epoch = batch.epoch
+            if isinstance(batch, PassEnd):
+                if by_pass:
+                    yield None
+                    run.steps.begins()
+                continue
             if len(batch.keys) != len(first.keys) or any(map(is_not, first.keys, batch.keys)):
                 asked, found = (", ".join(map(name_of, keys)) for keys in (first.keys, batch.keys))
                 raise InvalidArgument(
@@ -447,7 +450,7 @@ def _told(epochs: Sequence[int], rows: Sequence[int], group: StepGroup) -> StepR
     return StepReport(epochs, rows, watched if is_known else (), group.numbers or ())
 
 
-def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
+def _awaited(each: Iterator[Batch | PassEnd], run: _Run) -> Iterator[Batch | PassEnd]:
     """The user's data: an interrupt while waiting for data takes effect at once, since no step is half done."""
     while True:
         run.is_waiting = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -36,14 +36,25 @@ class Batch(NamedTuple):
     position: Position | None = None  # of a `Source`, behind them
 
 
+class PassEnd(NamedTuple):
+    """Between two passes: ``epoch`` is over, and nothing is drawn of the next one."""
+
+    epoch: int
+
+
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Batches to iterate once, and how many there will be (None: unknown)."""
+    """Batches to iterate once, ``parts`` with a `PassEnd` between two passes, and their number (None: unknown)."""
 
-    each: Iterator[Batch]
+    parts: Iterator[Batch | PassEnd]
     total: int | None
     rows: Arrays | None = None  # the arrays that they are made from
     keys: tuple[Any, ...] = ()  # of the arrays
+
+    @property
+    def each(self) -> Iterator[Batch]:
+        """The batches alone."""
+        return (part for part in self.parts if isinstance(part, Batch))
 
     @property
     def is_ours(self) -> bool:
@@ -100,10 +111,12 @@ def _of_arrays(
     order = RowOrder(_rows(keys, arrays), batch_size, shuffle, seed)
     total = steps or epochs * order.per_pass
 
-    def each() -> Iterator[Batch]:
+    def each() -> Iterator[Batch | PassEnd]:
         taken = Rows(cast(tuple[torch.Tensor, ...], arrays), order)  # chunks lie on a cluster, which takes the rows
         for step in range(begin, total):
             epoch, start, stop = order.place(step)
+            if step and not start:
+                yield PassEnd(epoch - 1)
             yield Batch(epoch, keys, taken.part(step, 0, stop - start), stop - start)
 
     return Batches(each(), total, Arrays(arrays, order), keys)
@@ -210,8 +223,10 @@ def _of_feeds(data: Data, keys: object, epochs: int, steps: int | None, begin: i
         raise InvalidArgument("data is empty")
     last = None if steps is None else steps - begin if goes_on else steps
 
-    def each() -> Iterator[Batch]:
+    def each() -> Iterator[Batch | PassEnd]:
         for epoch in passes:
+            if epoch > first:
+                yield PassEnd(epoch - 1)
             found = False
             each = _pass_of(source) if source is not None and epoch == first and not goes_on else data
             for number, feeds in enumerate(each):
@@ -223,7 +238,17 @@ def _of_feeds(data: Data, keys: object, epochs: int, steps: int | None, begin: i
                     raise InvalidArgument(single_pass)
                 return
 
-    return Batches(islice(each(), 0 if goes_on else begin, last), steps or (length and length * epochs))
+    return Batches(_span(each(), 0 if goes_on else begin, last), steps or (length and length * epochs))
+
+
+def _span(each: Iterator[Batch | PassEnd], start: int, stop: int | None) -> Iterator[Batch | PassEnd]:
+    """What comes behind the first ``start`` batches, up to the batch before ``stop``; nothing is drawn behind that."""
+    drawn = 0
+    while drawn != stop and (item := next(each, None)) is not None:
+        is_batch = isinstance(item, Batch)
+        drawn += is_batch
+        if drawn >= start + is_batch:
+            yield item
 
 
 def _pass_of(source: Source) -> Iterator[Any]:
