@@ -110,6 +110,31 @@ def test_a_pass_begins_there_when_validation_and_callbacks_of_the_one_before_are
     assert log == ["pass", "validation", 1, "pass", "validation", 2]
 
 
+@pytest.mark.parametrize("form", ["arrays", "loader"])
+def test_an_epoch_that_a_training_there_stopped_behind_has_its_end(connect, recorded, form):
+    data, _, (x, y), step = recorded
+    rows, labels = data.tensors
+    given = {"arrays": ({x: rows, y: labels}, {"batch_size": 10}), "loader": (DataLoader(data, 10), {"feeds": (x, y)})}
+    seen = []
+
+    class Ends:
+        is_stopped = False
+
+        def on_step(self, progress):
+            if not self.is_stopped:
+                self.is_stopped = True
+                progress.stop()  # tasks stand at the end of the epoch by then, or soon
+
+        def on_epoch(self, progress):
+            seen.append((progress.epoch, progress.step))
+
+    connect(2)
+    ends, (passed, options) = Ends(), given[form]
+    for resume in (False, True):
+        tfnb.fit(step, passed, epochs=2, callbacks=ends, resume=resume, **options)
+    assert seen == [(1, 2), (2, 4)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["interrupt", "callback"])
 def test_a_source_stands_behind_the_last_step_that_servers_applied(connect, recorded, ends):

@@ -224,8 +224,9 @@ def fit(
     shown = front(None if how.is_coordinated else source.total, session.graph.name)
     checkpoints = Checkpoints(session, saver, checkpoint_every, callbacks, start)
     run = _Run(
-        Metrics(names), shown, timeout, session, Callbacks(checkpoints.callbacks, is_noted=not how.is_coordinated),
-        checked, start, reads, how, progress_after, checkpoints, RecoveryBudget(Restarts(most=restarts)),
+        source, Metrics(names), shown, timeout, session,
+        Callbacks(checkpoints.callbacks, is_noted=not how.is_coordinated), checked, start, reads, how, progress_after,
+        checkpoints, RecoveryBudget(Restarts(most=restarts)),
     )  # fmt: skip
     waits = validation is not None or (run.callbacks.follow_epochs and (how.is_joint or how.is_coordinated))
     taken = _taken(_FitSteps(session, fetch, watched, source, check, division, exact), run, waits)
@@ -344,12 +345,14 @@ def _here(asked: _FitSteps, run: _Run) -> Taken:
 def _by_epoch(taken: Taken, run: _Run) -> Taken:
     """Reports split at epoch boundaries, without empty ones.
 
-    ``run`` hears of the end of each: when everything stands still, else before the first step of the next one.
+    ``run`` hears of the end of each: when everything stands still, else before the first step of the next one. Also of
+    one whose steps were taken before, where its end was not.
     """
     __tracebackhide__ = True
     epoch = over = 0
     with closing(taken):
         for told in taken:
+            epoch = epoch or run.begun
             for part in told.by_epoch():
                 if epoch > over and (not part.epochs or part.epochs[0] > epoch):
                     over = epoch
@@ -359,6 +362,7 @@ def _by_epoch(taken: Taken, run: _Run) -> Taken:
                 if part.epochs:
                     epoch = max(epoch, part.epochs[0])
                     yield part
+    epoch = epoch or run.begun
     if epoch > over:
         run.epoch_over(epoch)
 
@@ -377,6 +381,8 @@ def _of_batches(asked: _FitSteps, run: _Run, options: Mapping[str, Any], *, by_p
     each, session, fetches = _awaited(asked.source.parts, run), asked.session, asked.fetches
     first = next(each, None)
     if isinstance(first, PassEnd):  # the steps before were all of a pass
+        if by_pass:
+            yield STANDS
         first = next(each, None)
     if first is None:
         return
@@ -423,6 +429,8 @@ def _of_arrays(asked: _FitSteps, rows: Arrays, total: int, run: _Run, options: M
     if asked.is_looked_at and total:
         look_at_means(session, fetches, keys, session.cluster.heads(rows), asked.division)
     each, begun = rows.order.per_pass if options["by_pass"] else total, run.step
+    if begun and not begun % each:  # the steps before were all of a pass
+        yield STANDS
     run.steps.numbered_from(begun)
     run.steps.begins(min(each - begun % each, total - begun))
 
@@ -476,9 +484,9 @@ class _Run:
     """Where one `fit` stands."""
 
     def __init__(
-        self, metrics: Metrics, front: Any, timeout: float | None, session: Session, callbacks: Callbacks,
-        validate: Callable[[_Run], dict[str, float]], begin: int, reads: Source | None, mode: Mode,
-        shown_after: float, checkpoints: Checkpoints, budget: RecoveryBudget,
+        self, source: Batches, metrics: Metrics, front: Any, timeout: float | None, session: Session,
+        callbacks: Callbacks, validate: Callable[[_Run], dict[str, float]], begin: int, reads: Source | None,
+        mode: Mode, shown_after: float, checkpoints: Checkpoints, budget: RecoveryBudget,
     ) -> None:  # fmt: skip
         self._session, self._begin, cluster = session, begin, session.cluster
         self._reads, self._shown_after = reads, shown_after
@@ -501,7 +509,10 @@ class _Run:
             else StepsThere(begin, reads, session.runs, lambda: cluster.step, in_order=mode.is_joint)
         )
         session.state.went_on()
-        session.state.inputs.training = self.steps
+        inputs = self._inputs = session.state.inputs
+        inputs.ended = inputs.ended if begin else 0
+        inputs.training = self.steps
+        self._source, self._is_open = source, begin != inputs.ended
         self.is_over = False  # all steps were taken
         self.is_waiting = False  # for data
         self.is_wanted = False  # an interrupt
@@ -542,6 +553,11 @@ class _Run:
         """Tell the code of the steps how many are to come, of so many in all."""
         self.expected.announced = None  # of other feeds
         self.expected, expected.announced = expected, lambda: max(0, total - self.step)
+
+    @property
+    def begun(self) -> int:
+        """The epoch of the last step that was taken before, where its end is still to come; else 0."""
+        return self._source.begun if self._is_open else 0
 
     @property
     def step(self) -> int:
@@ -613,8 +629,15 @@ class _Run:
                 self._say_recovered(self.cluster.recover(error, self.budget, self.step))
         if found:
             self._validated[epoch] = found
-        values = {**self._metrics.means_of(epoch), **found}
-        self._heed(self.callbacks.on_epoch(Progress(self.step, epoch, values, self._counted.samples)))
+        self._metrics.over(epoch, self.step)
+        progress = Progress(self.step, epoch, {**self._metrics.means_of(epoch), **found}, self._counted.samples)
+        before, self._inputs.ended = self._inputs.ended, self.step  # a file that a callback writes is behind this end
+        try:
+            self.callbacks.on_epoch(progress)
+        except BaseException:
+            self._inputs.ended = before
+            raise
+        self._heed(progress)
 
     def _heed(self, progress: Progress) -> None:
         """Apply the requests of a callback, which may have changed recorded Python state."""

@@ -42,14 +42,18 @@ class PassEnd(NamedTuple):
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batches:
-    """Batches to iterate once, ``parts`` with a `PassEnd` between two passes, and their number (None: unknown)."""
+    """Batches to iterate once, ``parts`` with a `PassEnd` between two passes, and their number (None: unknown).
+
+    begun: the pass of the last batch that was taken before, 0 for none; data may have to be drawn to know it.
+    """
 
     parts: Iterator[Batch | PassEnd]
     total: int | None
     rows: Arrays | None = None  # the arrays that they are made from
     keys: tuple[Any, ...] = ()  # of the arrays
+    begun: int = 0
 
     @property
     def each(self) -> Iterator[Batch]:
@@ -119,7 +123,7 @@ def _of_arrays(
                 yield PassEnd(epoch - 1)
             yield Batch(epoch, keys, taken.part(step, 0, stop - start), stop - start)
 
-    return Batches(each(), total, Arrays(arrays, order), keys)
+    return Batches(each(), total, Arrays(arrays, order), keys, order.place(begin - 1)[0] if begin else 0)
 
 
 def as_array(key: object, value: object) -> torch.Tensor | ChunkedArray:
@@ -238,17 +242,22 @@ def _of_feeds(data: Data, keys: object, epochs: int, steps: int | None, begin: i
                     raise InvalidArgument(single_pass)
                 return
 
-    return Batches(_span(each(), 0 if goes_on else begin, last), steps or (length and length * epochs))
+    parts = each()
+    made = Batches(parts, steps or (length and length * epochs), begun=first if goes_on else 0)
+    made.parts = _span(made, parts, 0 if goes_on else begin, last)
+    return made
 
 
-def _span(each: Iterator[Batch | PassEnd], start: int, stop: int | None) -> Iterator[Batch | PassEnd]:
+def _span(made: Batches, parts: Iterator[Batch | PassEnd], start: int, stop: int | None) -> Iterator[Batch | PassEnd]:
     """What comes behind the first ``start`` batches, up to the batch before ``stop``; nothing is drawn behind that."""
     drawn = 0
-    while drawn != stop and (item := next(each, None)) is not None:
+    while drawn != stop and (item := next(parts, None)) is not None:
         is_batch = isinstance(item, Batch)
         drawn += is_batch
         if drawn >= start + is_batch:
             yield item
+        else:
+            made.begun = item.epoch
 
 
 def _pass_of(source: Source) -> Iterator[Any]:
