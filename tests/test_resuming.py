@@ -136,6 +136,44 @@ def test_a_file_of_the_last_step_of_an_epoch_is_gone_on_with_at_its_end(at, tmp_
     assert [(entry["epoch"], entry["step"], "val_loss" in entry) for entry in result.history] == ENDS
 
 
+def counting():
+    """How often a step took each of 20 rows, its feed, and the step."""
+    seen = tfnb.Variable(torch.zeros(20), name="seen")
+    with tfnb.record():
+        i = tfnb.placeholder(torch.arange(4))
+        step = seen.assign_add(torch.zeros(20).index_add(0, i, torch.ones_like(i, dtype=torch.float32)))
+    return seen, i, step
+
+
+@pytest.mark.parametrize("how", ["shuffle", "sampler", "batch sampler"])
+def test_a_loader_that_shuffles_is_told_in_mid_pass(how):
+    rows, (_, i, step) = torch.arange(20), counting()
+    data = torch.utils.data
+    loader = {
+        "shuffle": lambda: data.DataLoader(rows, 4, shuffle=True, generator=torch.Generator().manual_seed(0)),
+        "sampler": lambda: data.DataLoader(rows, 4, sampler=data.SubsetRandomSampler(range(20))),
+        "batch sampler": lambda: data.DataLoader(
+            rows, batch_sampler=data.BatchSampler(data.RandomSampler(rows), 4, drop_last=True)
+        ),
+    }[how]()
+    tfnb.fit(step, loader, feeds=i, epochs=2, callbacks=stop_at(8))
+    with pytest.warns(UserWarning, match=r"DataLoader shuffles, .* the 3 batches .* tfnb.Source\(loader\)") as told:
+        tfnb.fit(step, loader, feeds=i, epochs=2, resume=True)
+    assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.parametrize("how", ["source", "seeded anew", "in order", "between two passes"])
+def test_a_loader_that_goes_on_in_its_order_takes_each_row_once_a_pass(how, recwarn):
+    (seen, i, step), generator = counting(), torch.Generator().manual_seed(0)
+    loader = torch.utils.data.DataLoader(torch.arange(20), 4, shuffle=how != "in order", generator=generator)
+    passed = tfnb.Source(loader, name="rows") if how == "source" else loader
+    tfnb.fit(step, passed, feeds=i, epochs=2, callbacks=stop_at(5 if how == "between two passes" else 8))
+    if how == "seeded anew":
+        generator.manual_seed(0)
+    tfnb.fit(step, passed, feeds=i, epochs=2, resume=True)
+    assert torch.equal(seen.value(), torch.full((20,), 2.0)) and not recwarn.list
+
+
 def test_an_interrupted_validation_is_done_again():
     net, ends, passes = Net(), Ends(), []
 

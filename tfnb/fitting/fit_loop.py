@@ -37,6 +37,7 @@ from tfnb.fitting.fit_options import (
     look_at_means,
     mode_of,
     operations_of,
+    warn_of_order,
     watched_by,
 )  # fmt: skip
 from tfnb.fitting.minimization import minimized
@@ -217,6 +218,7 @@ def fit(
     checked = _validation(session, validation, feeds, names, watched, division, batch_size)
     data = _elements_of(data, session)
     start = begin(session, resume)
+    warn_of_order(data, start)
     reads = _source_of(data, session)
     source = batches(
         data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed, feeds=feeds, begin=start
