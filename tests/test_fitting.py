@@ -171,6 +171,76 @@ def test_a_loader_without_a_length_is_data(monkeypatch, caplog, form, workers):
     assert tfnb.fit(step, loader, feeds=(x, y), steps=6).steps == 6
 
 
+class Passes:
+    """Two batches, with a log of when a pass over them begins."""
+
+    def __init__(self, x, name="pass"):
+        self.x, self.name, self.log = x, name, []
+
+    def __iter__(self):
+        self.log.append(self.name)
+        yield from [{self.x: X[:2, 0]}, {self.x: X[2:5, 0]}]
+
+
+@pytest.mark.parametrize("options", [{"epochs": 2}, {"steps": 4}, {"steps": 3}])
+@pytest.mark.parametrize("form", ["iterable", "source"])
+def test_a_pass_begins_when_validation_and_callbacks_of_the_one_before_are_over(form, options):
+    count, x, value = counter()
+    data, held = Passes(x), Passes(x, "validation")
+    held.log = data.log
+
+    def on_epoch(progress):
+        data.log.append((progress.epoch, progress.step))
+
+    source = tfnb.Source(data) if form == "source" else data
+    tfnb.fit(value, source, watch={"count": count}, validation=held, callbacks=on_epoch, **options)
+    last = options.get("steps", 4)
+    assert data.log == ["pass", "validation", (1, 2), "pass", "validation", (2, last)]
+    assert count.value() == last
+
+
+def test_a_callback_of_an_epoch_sets_what_the_next_pass_draws():
+    model, twin = network(), network()
+    x, y, _, step = recorded(model)
+    sampler = torch.utils.data.DistributedSampler(range(len(X)), 1, 0)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), 16, sampler=sampler)
+    tfnb.fit(step, loader, feeds=(x, y), epochs=3, callbacks=lambda progress: sampler.set_epoch(progress.epoch))
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for rows, labels in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(twin(rows), labels).backward()
+            optimizer.step()
+    for got, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_arrays_that_a_callback_of_an_epoch_changes_are_those_of_the_next_pass():
+    with tfnb.record():
+        x = tfnb.placeholder(torch.zeros(2), name="x")
+        total = x.sum()
+    rows, seen = torch.ones(4), []
+
+    class Next:
+        def on_step(self, progress):
+            seen.append(float(progress.values["total"]))
+
+        def on_epoch(self, progress):
+            rows.fill_(progress.epoch + 1)
+
+    tfnb.fit(total, {x: rows}, batch_size=2, epochs=3, watch={"total": total}, callbacks=Next())
+    assert seen == [2.0, 2.0, 4.0, 4.0, 6.0, 6.0]
+
+
+def test_one_loader_with_persistent_workers_is_for_training_and_validation():
+    loader = torch.utils.data.DataLoader(X[:, 0].clone(), 10, num_workers=1, persistent_workers=True, timeout=60)
+    count, x, value = counter()
+    result = tfnb.fit(value, loader, feeds=x, epochs=2, watch={"count": count}, validation=loader)
+    assert (result.steps, count.value(), result.stopped) == (10, 10, "")
+    assert [entry["step"] for entry in result.history] == [5, 10]
+
+
 def test_steps_bound_the_run():
     count, x, value = counter()
     result = tfnb.fit(value, {x: X[:, 0]}, batch_size=20, steps=7, watch={"count": value})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -36,6 +38,7 @@ class Net:
             self.step = tfnb.train.Momentum(0.1, 0.9).minimize(self.loss)
         pairs = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 50, 8)]
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=8, shuffle=True)
+        self.held = {x: X[:20], y: Y[:20]}
         self.data = {
             "arrays": {x: X, y: Y}, "feeds": [{x: a, y: b} for a, b in pairs],
             "source": tfnb.Source(loader, name="digits"), "iterator": iter([{x: a, y: b} for a, b in pairs * 3]),
@@ -74,6 +77,139 @@ def test_a_stopped_training_goes_on_as_if_it_had_never_stopped(form, at):
         assert second.history[-1] == pytest.approx(expected.history[-1]) and second.history[-1]["epoch"] == 3
     with pytest.raises(FailedPrecondition, match=r"no training of graph .* to go on with in this session"):
         parts.fit(resume=True)
+
+
+class Ends:
+    """Notes the ends of epochs; ends a training once, in a step or in the end of an epoch."""
+
+    def __init__(self, how: str = "", at: int = 0) -> None:
+        self.how, self.at, self.seen = how, at, []
+
+    def on_step(self, progress):
+        if not self.how.startswith("epoch"):
+            self.end(progress)
+
+    def on_epoch(self, progress):
+        self.end(progress)
+        self.seen.append((progress.epoch, progress.step, "val_loss" in progress.values))
+
+    def end(self, progress):
+        if progress.step == self.at and (how := self.how.removeprefix("epoch ")):
+            self.how = ""
+            if how == "stop":
+                progress.stop()
+            else:
+                raise OSError("disk") if how == "error" else KeyboardInterrupt
+
+
+ENDS = [(1, 7, True), (2, 14, True), (3, 21, True)]
+
+
+@pytest.mark.parametrize("form", ["arrays", "feeds", "source"])
+@pytest.mark.parametrize(
+    ("how", "at"),
+    [
+        ("stop", 6), ("stop", 7), ("interrupt", 8), ("interrupt", 21), ("error", 14), ("epoch stop", 7),
+        ("epoch error", 14), ("epoch interrupt", 21),
+    ],
+)  # fmt: skip
+def test_each_epoch_has_its_end_once_wherever_a_training_stops(form, how, at):
+    net, ends = Net(form), Ends(how, at)
+    options = {"validation": net.held, "callbacks": ends}
+    with contextlib.suppress(KeyboardInterrupt, OSError):
+        assert net.fit(**options).stopped
+    net.fit(resume=True, **options)
+    assert ends.seen == ENDS
+
+
+@pytest.mark.parametrize("at", [6, 7])
+def test_a_file_of_the_last_step_of_an_epoch_is_gone_on_with_at_its_end(at, tmp_path: Path):
+    class Save:
+        def on_step(self, progress):
+            if progress.step == at:
+                default_session(lost.graph).save(tmp_path / "net.safetensors")
+
+    lost, again, ends = Net(), Net(), Ends()
+    lost.fit(callbacks=[Save(), stop_at(14)])
+    result = again.fit(resume=tmp_path / "net.safetensors", validation=again.held, callbacks=ends)
+    assert ends.seen == ENDS
+    assert [(entry["epoch"], entry["step"], "val_loss" in entry) for entry in result.history] == ENDS
+
+
+def counting():
+    """How often a step took each of 20 rows, its feed, and the step."""
+    seen = tfnb.Variable(torch.zeros(20), name="seen")
+    with tfnb.record():
+        i = tfnb.placeholder(torch.arange(4))
+        step = seen.assign_add(torch.zeros(20).index_add(0, i, torch.ones_like(i, dtype=torch.float32)))
+    return seen, i, step
+
+
+@pytest.mark.parametrize("how", ["shuffle", "sampler", "batch sampler"])
+def test_a_loader_that_shuffles_is_told_in_mid_pass(how):
+    rows, (_, i, step) = torch.arange(20), counting()
+    data = torch.utils.data
+    loader = {
+        "shuffle": lambda: data.DataLoader(rows, 4, shuffle=True, generator=torch.Generator().manual_seed(0)),
+        "sampler": lambda: data.DataLoader(rows, 4, sampler=data.SubsetRandomSampler(range(20))),
+        "batch sampler": lambda: data.DataLoader(
+            rows, batch_sampler=data.BatchSampler(data.RandomSampler(rows), 4, drop_last=True)
+        ),
+    }[how]()
+    tfnb.fit(step, loader, feeds=i, epochs=2, callbacks=stop_at(8))
+    with pytest.warns(UserWarning, match=r"DataLoader shuffles, .* the 3 batches .* tfnb.Source\(loader\)") as told:
+        tfnb.fit(step, loader, feeds=i, epochs=2, resume=True)
+    assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.parametrize("how", ["source", "seeded anew", "in order", "between two passes"])
+def test_a_loader_that_goes_on_in_its_order_takes_each_row_once_a_pass(how, recwarn):
+    (seen, i, step), generator = counting(), torch.Generator().manual_seed(0)
+    loader = torch.utils.data.DataLoader(torch.arange(20), 4, shuffle=how != "in order", generator=generator)
+    passed = tfnb.Source(loader, name="rows") if how == "source" else loader
+    tfnb.fit(step, passed, feeds=i, epochs=2, callbacks=stop_at(5 if how == "between two passes" else 8))
+    if how == "seeded anew":
+        generator.manual_seed(0)
+    tfnb.fit(step, passed, feeds=i, epochs=2, resume=True)
+    assert torch.equal(seen.value(), torch.full((20,), 2.0)) and not recwarn.list
+
+
+def test_an_interrupted_validation_is_done_again():
+    net, ends, passes = Net(), Ends(), []
+
+    class Held:
+        def __iter__(self):
+            passes.append(len(passes))
+            if passes == [0]:
+                raise KeyboardInterrupt
+            return iter([net.held])
+
+    options = {"validation": Held(), "callbacks": ends}
+    with pytest.raises(KeyboardInterrupt, match=r"stopped at step 7; .* resume=True goes on"):
+        net.fit(**options)
+    history = net.fit(resume=True, **options).history
+    assert (ends.seen, passes) == (ENDS, [0, 1, 2, 3])
+    assert [(entry["epoch"], entry["step"], "val_loss" in entry) for entry in history] == ENDS
+    assert math.isnan(history[0]["loss"])  # nobody knows it any more
+
+
+def test_an_older_file_had_the_end_of_its_epoch():
+    net, ends = Net(), Ends()
+    net.fit(callbacks=stop_at(7))
+    state = default_session(net.graph).state
+    del (older := state.positions)["training"]["ended"]
+    state.go_to(older)
+    net.fit(resume=True, callbacks=ends)
+    assert [seen[:2] for seen in ends.seen] == [(2, 14), (3, 21)]
+
+
+def test_an_epoch_whose_loss_nobody_knows_stops_no_training_early():
+    net = Net()
+    stopping = tfnb.train.EarlyStopping("loss", patience=0)
+    net.fit(callbacks=[stop_at(14), stopping])
+    assert stopping.best_epoch == 1
+    net.fit(resume=True, callbacks=stopping)
+    assert stopping.best_epoch == 3
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,53 @@ def test_data_without_a_length_trains_there_as_here(connect, recorded):
     torch.testing.assert_close(there, here, rtol=1e-10, atol=1e-12)
 
 
+def test_a_pass_begins_there_when_validation_and_callbacks_of_the_one_before_are_over(connect, recorded):
+    data, model, _, _ = recorded
+    with tfnb.record("passes"):
+        x, y = tfnb.placeholder(data[:4][0], name="x"), tfnb.placeholder(data[:4][1], name="y")
+        loss = (model(x) - y).square().mean()
+        step = tfnb.train.SGD(0.1).minimize(loss)
+    log = []
+
+    class Logged(DataLoader):
+        def __iter__(self):
+            log.append("pass" if self is loader else "validation")
+            return super().__iter__()
+
+    loader, held = Logged(data, 6), Logged(data, 6)
+    connect(2)
+    tfnb.fit(
+        step, loader, feeds=(x, y), epochs=2, watch={"loss": loss}, validation=held,
+        callbacks=lambda progress: log.append(progress.epoch),
+    )  # fmt: skip
+    assert log == ["pass", "validation", 1, "pass", "validation", 2]
+
+
+@pytest.mark.parametrize("form", ["arrays", "loader"])
+def test_an_epoch_that_a_training_there_stopped_behind_has_its_end(connect, recorded, form):
+    data, _, (x, y), step = recorded
+    rows, labels = data.tensors
+    given = {"arrays": ({x: rows, y: labels}, {"batch_size": 10}), "loader": (DataLoader(data, 10), {"feeds": (x, y)})}
+    seen = []
+
+    class Ends:
+        is_stopped = False
+
+        def on_step(self, progress):
+            if not self.is_stopped:
+                self.is_stopped = True
+                progress.stop()  # tasks stand at the end of the epoch by then, or soon
+
+        def on_epoch(self, progress):
+            seen.append((progress.epoch, progress.step))
+
+    connect(2)
+    ends, (passed, options) = Ends(), given[form]
+    for resume in (False, True):
+        tfnb.fit(step, passed, epochs=2, callbacks=ends, resume=resume, **options)
+    assert seen == [(1, 2), (2, 4)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["interrupt", "callback"])
 def test_a_source_stands_behind_the_last_step_that_servers_applied(connect, recorded, ends):

@@ -13,7 +13,7 @@ from dask import config
 from dask.delayed import delayed
 
 from tfnb.errors import InvalidArgument, ResourceExhausted, ShapeError
-from tfnb.train.batches import batch_count, batches
+from tfnb.train.batches import PassEnd, batch_count, batches
 
 X = torch.arange(10.0).reshape(10, 1)
 Y = torch.arange(10)
@@ -89,6 +89,19 @@ def test_generator_ends_early_or_at_steps():
     made = batches(({"x": X} for _ in range(5)), steps=3)
     assert (made.total, len(list(made.each))) == (3, 3)
     assert batches({"x": X} for _ in range(5)).total is None
+
+
+@pytest.mark.parametrize(
+    ("begin", "expected"),
+    [(0, [1, 1, "end of 1", 2, 2]), (1, [1, "end of 1", 2, 2]), (2, ["end of 1", 2, 2]), (3, [2]), (4, [])],
+)
+@pytest.mark.parametrize("options", [{"epochs": 2}, {"steps": 4}])
+@pytest.mark.parametrize("form", ["arrays", "feeds"])
+def test_a_pass_ends_before_the_next_one_begins(form, options, begin, expected):
+    data = {"x": X[:4]} if form == "arrays" else [{"x": X[:2]}, {"x": X[2:4]}]
+    made = batches(data, begin=begin, **options, **({"batch_size": 2} if form == "arrays" else {}))
+    found = [f"end of {part.epoch}" if isinstance(part, PassEnd) else part.epoch for part in made.parts]
+    assert found == expected
 
 
 class ByNumber:

@@ -37,6 +37,7 @@ from tfnb.fitting.fit_options import (
     look_at_means,
     mode_of,
     operations_of,
+    warn_of_order,
     watched_by,
 )  # fmt: skip
 from tfnb.fitting.minimization import minimized
@@ -54,7 +55,7 @@ from tfnb.state.queue_elements import QueueElements
 from tfnb.state.queues import TensorQueue
 from tfnb.state.step_groups import StepGroup, StepReport
 from tfnb.state.steps_taken import AppliedSteps, StepsHere, StepsThere
-from tfnb.train.batches import Batch, Batches, Data, batches, is_single_pass, name_of
+from tfnb.train.batches import Batch, Batches, Data, PassEnd, batches, is_single_pass, name_of
 from tfnb.train.callbacks import Callback, Callbacks, Progress
 from tfnb.train.metrics import Metrics
 from tfnb.train.modes import TaskMode
@@ -218,6 +219,7 @@ def fit(
     checked = _validation(session, validation, feeds, names, watched, division, batch_size)
     data = _elements_of(data, session)
     start = begin(session, resume)
+    warn_of_order(data, start)
     reads = _source_of(data, session)
     source = batches(
         data, epochs=epochs, steps=steps, batch_size=batch_size, shuffle=shuffle, seed=seed, feeds=feeds, begin=start
@@ -225,8 +227,9 @@ def fit(
     shown = front(None if how.is_coordinated else source.total, session.graph.name)
     checkpoints = Checkpoints(session, saver, checkpoint_every, callbacks, start)
     run = _Run(
-        Metrics(names), shown, timeout, session, Callbacks(checkpoints.callbacks, is_noted=not how.is_coordinated),
-        checked, start, reads, how, progress_after, checkpoints, RecoveryBudget(Restarts(most=restarts)),
+        source, Metrics(names), shown, timeout, session,
+        Callbacks(checkpoints.callbacks, is_noted=not how.is_coordinated), checked, start, reads, how, progress_after,
+        checkpoints, RecoveryBudget(Restarts(most=restarts)),
     )  # fmt: skip
     waits = validation is not None or (run.callbacks.follow_epochs and (how.is_joint or how.is_coordinated))
     taken = _taken(_FitSteps(session, fetch, watched, source, check, division, exact), run, waits)
@@ -320,11 +323,11 @@ def _here(asked: _FitSteps, run: _Run) -> Taken:
     session, source, division, fetches = asked.session, asked.source, asked.division, asked.fetches
     keys: tuple[Any, ...] = ()
     call: Callable[..., Any] | None = None
-    epoch, largest = 1, 0
-    for batch in source.each if source.is_ours else _awaited(source.each, run):
-        if batch.epoch > epoch:
+    largest = 0
+    for batch in source.parts if source.is_ours else _awaited(source.parts, run):
+        if isinstance(batch, PassEnd):
             yield STANDS
-            epoch = batch.epoch
+            continue
         if call is None or len(keys) != len(batch.keys) or any(map(is_not, keys, batch.keys)):
             known_keys(session, batch.keys, named=not source.is_ours)
             keys = batch.keys
@@ -345,12 +348,14 @@ def _here(asked: _FitSteps, run: _Run) -> Taken:
 def _by_epoch(taken: Taken, run: _Run) -> Taken:
     """Reports split at epoch boundaries, without empty ones.
 
-    ``run`` hears of the end of each: when everything stands still, else before the first step of the next one.
+    ``run`` hears of the end of each: when everything stands still, else before the first step of the next one. Also of
+    one whose steps were taken before, where its end was not.
     """
     __tracebackhide__ = True
     epoch = over = 0
     with closing(taken):
         for told in taken:
+            epoch = epoch or run.begun
             for part in told.by_epoch():
                 if epoch > over and (not part.epochs or part.epochs[0] > epoch):
                     over = epoch
@@ -360,6 +365,7 @@ def _by_epoch(taken: Taken, run: _Run) -> Taken:
                 if part.epochs:
                     epoch = max(epoch, part.epochs[0])
                     yield part
+    epoch = epoch or run.begun
     if epoch > over:
         run.epoch_over(epoch)
 
@@ -375,10 +381,15 @@ def _there(asked: _FitSteps, run: _Run, *, by_pass: bool) -> Taken:
 
 def _of_batches(asked: _FitSteps, run: _Run, options: Mapping[str, Any], *, by_pass: bool) -> Taken:
     """Reports for batches that are drawn here."""
-    each, session, fetches = _awaited(asked.source.each, run), asked.session, asked.fetches
+    each, session, fetches = _awaited(asked.source.parts, run), asked.session, asked.fetches
     first = next(each, None)
+    if isinstance(first, PassEnd):  # the steps before were all of a pass
+        if by_pass:
+            yield STANDS
+        first = next(each, None)
     if first is None:
         return
+    assert isinstance(first, Batch)
     known_keys(session, first.keys, named=True)
     if asked.is_looked_at:
         look_at_means(session, fetches, first.keys, first.values, asked.division)
@@ -386,12 +397,12 @@ def _of_batches(asked: _FitSteps, run: _Run, options: Mapping[str, Any], *, by_p
     begun: dict[int, Batch] = {}  # by number, without its values, until a copy of the Variables has seen its step
 
     def rows() -> Iterator[tuple[Any, ...] | None]:
-        epoch = first.epoch
         for batch in chain([first], each):
-            if by_pass and batch.epoch > epoch:
-                yield None
-                run.steps.begins()
-            epoch = batch.epoch
+            if isinstance(batch, PassEnd):
+                if by_pass:
+                    yield None
+                    run.steps.begins()
+                continue
             if len(batch.keys) != len(first.keys) or any(map(is_not, first.keys, batch.keys)):
                 asked, found = (", ".join(map(name_of, keys)) for keys in (first.keys, batch.keys))
                 raise InvalidArgument(
@@ -421,6 +432,8 @@ def _of_arrays(asked: _FitSteps, rows: Arrays, total: int, run: _Run, options: M
     if asked.is_looked_at and total:
         look_at_means(session, fetches, keys, session.cluster.heads(rows), asked.division)
     each, begun = rows.order.per_pass if options["by_pass"] else total, run.step
+    if begun and not begun % each:  # the steps before were all of a pass
+        yield STANDS
     run.steps.numbered_from(begun)
     run.steps.begins(min(each - begun % each, total - begun))
 
@@ -448,7 +461,7 @@ def _told(epochs: Sequence[int], rows: Sequence[int], group: StepGroup) -> StepR
     return StepReport(epochs, rows, watched if is_known else (), group.numbers or ())
 
 
-def _awaited(each: Iterator[Batch], run: _Run) -> Iterator[Batch]:
+def _awaited(each: Iterator[Batch | PassEnd], run: _Run) -> Iterator[Batch | PassEnd]:
     """The user's data: an interrupt while waiting for data takes effect at once, since no step is half done."""
     while True:
         run.is_waiting = True
@@ -474,9 +487,9 @@ class _Run:
     """Where one `fit` stands."""
 
     def __init__(
-        self, metrics: Metrics, front: Any, timeout: float | None, session: Session, callbacks: Callbacks,
-        validate: Callable[[_Run], dict[str, float]], begin: int, reads: Source | None, mode: Mode,
-        shown_after: float, checkpoints: Checkpoints, budget: RecoveryBudget,
+        self, source: Batches, metrics: Metrics, front: Any, timeout: float | None, session: Session,
+        callbacks: Callbacks, validate: Callable[[_Run], dict[str, float]], begin: int, reads: Source | None,
+        mode: Mode, shown_after: float, checkpoints: Checkpoints, budget: RecoveryBudget,
     ) -> None:  # fmt: skip
         self._session, self._begin, cluster = session, begin, session.cluster
         self._reads, self._shown_after = reads, shown_after
@@ -499,7 +512,10 @@ class _Run:
             else StepsThere(begin, reads, session.runs, lambda: cluster.step, in_order=mode.is_joint)
         )
         session.state.went_on()
-        session.state.inputs.training = self.steps
+        inputs = self._inputs = session.state.inputs
+        inputs.ended = inputs.ended if begin else 0
+        inputs.training = self.steps
+        self._source, self._is_open = source, begin != inputs.ended
         self.is_over = False  # all steps were taken
         self.is_waiting = False  # for data
         self.is_wanted = False  # an interrupt
@@ -540,6 +556,11 @@ class _Run:
         """Tell the code of the steps how many are to come, of so many in all."""
         self.expected.announced = None  # of other feeds
         self.expected, expected.announced = expected, lambda: max(0, total - self.step)
+
+    @property
+    def begun(self) -> int:
+        """The epoch of the last step that was taken before, where its end is still to come; else 0."""
+        return self._source.begun if self._is_open else 0
 
     @property
     def step(self) -> int:
@@ -611,8 +632,15 @@ class _Run:
                 self._say_recovered(self.cluster.recover(error, self.budget, self.step))
         if found:
             self._validated[epoch] = found
-        values = {**self._metrics.means_of(epoch), **found}
-        self._heed(self.callbacks.on_epoch(Progress(self.step, epoch, values, self._counted.samples)))
+        self._metrics.over(epoch, self.step)
+        progress = Progress(self.step, epoch, {**self._metrics.means_of(epoch), **found}, self._counted.samples)
+        before, self._inputs.ended = self._inputs.ended, self.step  # a file that a callback writes is behind this end
+        try:
+            self.callbacks.on_epoch(progress)
+        except BaseException:
+            self._inputs.ended = before
+            raise
+        self._heed(progress)
 
     def _heed(self, progress: Progress) -> None:
         """Apply the requests of a callback, which may have changed recorded Python state."""

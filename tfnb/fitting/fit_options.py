@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
+import torch
+
 from tfnb.cluster.engine.members import MODES, Mode
 from tfnb.cluster.notebook.divided_rows import look_at_microbatches
 from tfnb.cluster.notebook.steps_there import batches as batches_of
@@ -22,7 +24,7 @@ from tfnb.session.divided_feeds import AUTO, WHOLE, Division, division
 from tfnb.session.structures import Fetches, structure, value_of
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import newest
-from tfnb.train.batches import name_of
+from tfnb.train.batches import batch_count, name_of
 from tfnb.train.modes import Downpour, LocalSGD, SyncReplicas, TaskMode
 
 SAYS: Mapping[type, str] = {
@@ -138,6 +140,27 @@ def begin(session: Session, resume: object) -> int:
     if resume is not True:
         session.restore(resume)
     return steps
+
+
+def warn_of_order(data: object, begin: int) -> None:
+    """Warn of a DataLoader that shuffles, in mid-pass: its batches before are dropped, and are those of another order.
+
+    Not where its generator stands at its seed, as before the first of these calls.
+    """
+    sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None) or getattr(data, "sampler", None)
+    own = getattr(sampler, "generator", False)  # None: torch's
+    if not begin or not (own is None or isinstance(own, torch.Generator)):
+        return
+    own, dropped = own or torch.default_generator, begin % (batch_count(data) or begin + 1)
+    fresh = torch.Generator(own.device).manual_seed(own.initial_seed())
+    if not dropped or torch.equal(own.get_state(), fresh.get_state()):
+        return
+    warnings.warn(
+        f"the {type(data).__name__} shuffles, and goes on in mid-pass: the {dropped} batches that were taken of it are "
+        "dropped from another order, so that in this pass some rows are trained on twice and others never. "
+        "tfnb.Source(loader) keeps its order; or seed the loader's generator= before this call as before the first one",
+        stacklevel=user_level(None),
+    )
 
 
 def exact_of(exact: object, mode: Mode, microbatches: object) -> bool | None:

@@ -78,8 +78,9 @@ class Inputs:
 
     sources: by name; positions: restored ones of sources not known yet. queues: those that no node uses; contents:
     restored ones, by label, of queues not known yet. schedulers: of torch optimizers; states: restored ones, by label,
-    of schedulers not known yet. trained: steps of an unfinished training of `fit`; training: the one in
-    progress. ahead: a checkpoint newer than the values here, after the loss of the cluster that had newer ones.
+    of schedulers not known yet. trained: steps of an unfinished training of `fit`; ended: so many at the last end of an
+    epoch, with validation and callbacks; training: the one in progress. ahead: a checkpoint newer than the values here,
+    after the loss of the cluster that had newer ones.
     """
 
     sources: dict[str, Source] = field(default_factory=dict)
@@ -89,6 +90,7 @@ class Inputs:
     schedulers: list[Any] = field(default_factory=list)
     states: dict[str, Any] = field(default_factory=dict)
     trained: int = 0
+    ended: int = 0
     has_gaps: bool = False  # other steps than the first ones are among those
     training: StepsTaken | None = None
     ahead: NewerCheckpoint | None = None
@@ -287,7 +289,7 @@ class SavedState:
             sources[training.source.name] = position  # type: ignore[union-attr]
         return {
             "streams": {"seed": self._graph.seed, "runs": run}, "sources": sources,
-            "training": {"steps": trained} if is_whole else {"steps": trained, "gaps": True},
+            "training": {"steps": trained, "ended": inputs.ended} | ({} if is_whole else {"gaps": True}),
             **self._of_optimizers(),
         }  # fmt: skip
 
@@ -304,6 +306,7 @@ class SavedState:
             self._graph.seed, self._steps.runs.next = streams["seed"], streams["runs"]
         training = positions.get("training", {})
         self.inputs.trained, self.inputs.has_gaps = training.get("steps", 0), bool(training.get("gaps"))
+        self.inputs.ended = training.get("ended", self.inputs.trained)  # of an older file nobody knows more
         self.inputs.positions |= positions.get("sources", {})
         for source in self.inputs.sources.values():
             self.reads(source)

@@ -1,7 +1,7 @@
 """The applied steps of a training, and the data position behind the last one. Imports graph.
 
-Data is drawn ahead: by one batch to see that a pass is over, by many for the tasks of a cluster. A `Source` is saved,
-and left by `fit`, behind the batch of the last step that counts.
+Data is drawn ahead for the tasks of a cluster, by many batches. A `Source` is saved, and left by `fit`, behind the
+batch of the last step that counts.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -36,14 +36,29 @@ class Batch(NamedTuple):
     position: Position | None = None  # of a `Source`, behind them
 
 
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """Batches to iterate once, and how many there will be (None: unknown)."""
+class PassEnd(NamedTuple):
+    """Between two passes: ``epoch`` is over, and nothing is drawn of the next one."""
 
-    each: Iterator[Batch]
+    epoch: int
+
+
+@dataclass(slots=True)
+class Batches:
+    """Batches to iterate once, ``parts`` with a `PassEnd` between two passes, and their number (None: unknown).
+
+    begun: the pass of the last batch that was taken before, 0 for none; data may have to be drawn to know it.
+    """
+
+    parts: Iterator[Batch | PassEnd]
     total: int | None
     rows: Arrays | None = None  # the arrays that they are made from
     keys: tuple[Any, ...] = ()  # of the arrays
+    begun: int = 0
+
+    @property
+    def each(self) -> Iterator[Batch]:
+        """The batches alone."""
+        return (part for part in self.parts if isinstance(part, Batch))
 
     @property
     def is_ours(self) -> bool:
@@ -100,13 +115,15 @@ def _of_arrays(
     order = RowOrder(_rows(keys, arrays), batch_size, shuffle, seed)
     total = steps or epochs * order.per_pass
 
-    def each() -> Iterator[Batch]:
+    def each() -> Iterator[Batch | PassEnd]:
         taken = Rows(cast(tuple[torch.Tensor, ...], arrays), order)  # chunks lie on a cluster, which takes the rows
         for step in range(begin, total):
             epoch, start, stop = order.place(step)
+            if step and not start:
+                yield PassEnd(epoch - 1)
             yield Batch(epoch, keys, taken.part(step, 0, stop - start), stop - start)
 
-    return Batches(each(), total, Arrays(arrays, order), keys)
+    return Batches(each(), total, Arrays(arrays, order), keys, order.place(begin - 1)[0] if begin else 0)
 
 
 def as_array(key: object, value: object) -> torch.Tensor | ChunkedArray:
@@ -212,8 +229,10 @@ def _of_feeds(data: Data, keys: object, epochs: int, steps: int | None, begin: i
 
     sizes: dict[tuple[Any, ...], str] = {}  # on which rows lie, by the feeds
 
-    def each() -> Iterator[Batch]:
+    def each() -> Iterator[Batch | PassEnd]:
         for epoch in passes:
+            if epoch > first:
+                yield PassEnd(epoch - 1)
             found = False
             each = _pass_of(source) if source is not None and epoch == first and not goes_on else data
             for number, feeds in enumerate(each):
@@ -225,7 +244,22 @@ def _of_feeds(data: Data, keys: object, epochs: int, steps: int | None, begin: i
                     raise InvalidArgument(single_pass)
                 return
 
-    return Batches(islice(each(), 0 if goes_on else begin, last), steps or (length and length * epochs))
+    parts = each()
+    made = Batches(parts, steps or (length and length * epochs), begun=first if goes_on else 0)
+    made.parts = _span(made, parts, 0 if goes_on else begin, last)
+    return made
+
+
+def _span(made: Batches, parts: Iterator[Batch | PassEnd], start: int, stop: int | None) -> Iterator[Batch | PassEnd]:
+    """What comes behind the first ``start`` batches, up to the batch before ``stop``; nothing is drawn behind that."""
+    drawn = 0
+    while drawn != stop and (item := next(parts, None)) is not None:
+        is_batch = isinstance(item, Batch)
+        drawn += is_batch
+        if drawn >= start + is_batch:
+            yield item
+        else:
+            made.begun = item.epoch
 
 
 def _pass_of(source: Source) -> Iterator[Any]:

@@ -16,7 +16,8 @@ class Progress:
 
     ``again``: on a cluster, whether this step was told of before a lost server took it back.
     ``values``: after a step the watched values of it, 0-d tensors (NaN where a lost task told none); after an epoch
-    their means over it, and those over the validation data as ``val_...``, floats.
+    their means over it, and those over the validation data as ``val_...``, floats (NaN for the former where a resumed
+    training had all steps of the epoch behind it).
 
     Here a callback hears of each step before the next one begins. The tasks of a cluster do not wait for it: it hears
     of their steps in groups, up to half a second late, and what it changes counts for steps that no task has
@@ -160,6 +161,8 @@ class EarlyStopping:
             there = ", ".join(map(repr, progress.values)) or "none: give fit watch="
             raise InvalidArgument(f"EarlyStopping({self.monitor!r}): the values of an epoch are {there}")
         value = float(progress.values[self.monitor])
+        if not progress.samples and math.isnan(value):  # all steps of the epoch are of a call before: nobody knows it
+            return
         if self._sign * (self.best - value) > self.min_delta:
             self.best, self.best_epoch, self.best_step = value, progress.epoch, progress.step
         elif progress.epoch - self.best_epoch > self.patience:

@@ -62,6 +62,10 @@ class Metrics:
         elif self.names:
             self._unknown.update(told.epochs)
 
+    def over(self, epoch: int, step: int) -> None:
+        """An epoch is over: it is in the history, though all its steps be of an earlier call."""
+        self._ends.setdefault(epoch, step)
+
     def read(self) -> None:
         """Convert the added values to numbers."""
         if not self._fresh:
