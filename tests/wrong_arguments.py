@@ -213,6 +213,7 @@ class World:
             "Session.run": Call(s.run, {"fetches": self.y, "feed_dict": feeds, "timeout": 9.0,
                                         "trace": False, "check": None}),
             "Session.make_callable": Call(s.make_callable, {"fetches": self.y, "feeds": [x], "microbatches": 1}),
+            "Session.without_writes": Call(s.without_writes, {"fetches": self.y, "feed_dict": feeds}),
             "Session.passes": Call(s.passes, {"fetches": self.y, "feeds": [x], "sizes": {"B": 2}}),
             "Session.step": Call(s.step, {"fetches": [self.y], "feeds": [x]}),
             "Session.save": Call(s.save, {"path": self.folder / "saved"}),

@@ -6,7 +6,7 @@ in place: `conditional_updates`, `in_place_commit`. Once, kernels and order: `st
 `narrow`, `order`, `numbers` (in loops and branches), and `donate` once memory is planned. `flow`: the graph as
 dataflow, and its parts for several places. What passes share: `rewrite`, `resolve` (the state that nodes see),
 `liveness` (which values are held when), `unordered` (which accesses to Variables have no order). `microbatches` is
-asked for a step whose rows are done range by range, and `without_writes` for the values of one that writes nothing.
+asked for a step whose rows are done range by range.
 """
 
 from tfnb.passes.conditional_updates import conditional_updates

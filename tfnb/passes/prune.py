@@ -115,3 +115,20 @@ def feed_symbols(contents: Contents, feeds: Iterable[Value]) -> dict[str, tuple[
             if isinstance(size, Dim) and size.is_symbol:
                 bound.setdefault(size.expr, (value, axis))
     return bound
+
+
+def without_writes(step: StepGraph) -> StepGraph:
+    """The step whose assigns are reads; the step itself where it writes nothing.
+
+    Statistics, counts and averages that its values would move stay as they are.
+    """
+    if not step.writes:
+        return step
+    nodes = tuple(map(_unwritten, step.whole.nodes))
+    return step_graph(step.whole.derive(Contents(nodes, step.whole.contents.guards)), step.fetches, step.feeds)
+
+
+def _unwritten(node: Node) -> Node:
+    if node.op != "tfnb.assign":
+        return node
+    return replace(node, op="tfnb.read", inputs=(), attrs={"variable": node.attrs["variable"]}, control=(), effects=())

@@ -39,7 +39,7 @@ from tfnb.graph.resources import reset
 from tfnb.graph.variable_locks import LOCKS, VariableSnapshot
 from tfnb.memory import byte_count, least_budgets, step_passes
 from tfnb.passes import LAYOUTS, Passes, StepGraph, chosen_layout, table
-from tfnb.passes.without_writes import without_writes
+from tfnb.passes.prune import without_writes
 from tfnb.placement.requests import tasks_of
 from tfnb.recording import graph as graph_named
 from tfnb.recording.marks.notes import user_level

@@ -334,6 +334,7 @@ class Steps:
         if (self._variables.held.stale or self._queues.lacks_copies) and not how.is_coordinated:
             self._show()  # should a server be lost, training goes on from what is here
         seen.now = applied.copy
+        steps: Generator[StepGroup, None, Any]
         if how.is_pipeline and not see and not one_by_one and may_be_lent(placed):
             steps = self._in_windows(step, placed, source, end, applied, seen)
         elif is_stepwise:
