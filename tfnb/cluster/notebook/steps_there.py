@@ -357,7 +357,7 @@ class Steps:
             warnings.warn(note, stacklevel=user_level(None))
 
     def _to_the_end(
-        self, step: StepGraph, how: Mode, steps: Generator[StepGroup, None, None], end: float | None, seen: SeenSteps
+        self, step: StepGraph, how: Mode, steps: Generator[StepGroup, None, Any], end: float | None, seen: SeenSteps
     ) -> Generator[StepGroup, None, None]:
         """The groups of a training. Then local storages show its last step, also after an error or Ctrl-C."""
         is_shown, interrupts = False, self._engine.interrupts
@@ -381,7 +381,7 @@ class Steps:
                     self._show(step, how)
 
     def _groups(
-        self, step: StepGraph, how: Mode, steps: Generator[StepGroup, None, None], seen: SeenSteps
+        self, step: StepGraph, how: Mode, steps: Generator[StepGroup, None, Any], seen: SeenSteps
     ) -> Generator[StepGroup, None, None]:
         """The groups, and an empty group after each pull; between them Variables that the notebook leads, such as
         rates, go there.
