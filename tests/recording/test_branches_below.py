@@ -141,6 +141,26 @@ def test_a_value_takes_no_gradient_and_no_further_feed_for_a_branch_behind_it() 
     assert tfnb.run(values[0], {x: torch.zeros(2)}).tolist() == [0.0, 0.0]
 
 
+def test_a_name_that_the_branch_would_have_given_away_is_a_choice() -> None:
+    with tfnb.record("renamed"):
+        x = tfnb.placeholder(torch.ones(2))
+        y = x * 2
+        if y.sum() > 10:
+            y = y / 2
+        h = x * 1.0
+        while h.norm() > 9:
+            h = h / 2
+        for out in (x * 2, x * -3):
+            if out.sum() > 0:
+                break
+    assert tfnb.run([y, h, out], {x: torch.ones(2)})[0].tolist() == [2.0, 2.0]
+    for value in (y, h):
+        with pytest.raises(BranchChanged):
+            tfnb.run(value, {x: torch.full((2,), 16.0)})
+    with pytest.raises(BranchChanged):
+        tfnb.run(out, {x: -torch.ones(2)})
+
+
 @pytest.mark.parametrize("executor", ["dataflow", "parts"])
 def test_other_executors_look_at_the_branches_of_steps_and_values(executor: str) -> None:
     best = Best()

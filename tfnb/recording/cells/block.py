@@ -408,7 +408,7 @@ def _commit(
         nodes = [substitute(_explained(node, fixed), sizes) for node in nodes]
     nodes, lost = attached(
         recorder.tape.kept, nodes, _user_held(recorder, named, names), recorder.tape.everything, recorder.tape.calls,
-        _choices(recorder),
+        _choices(recorder, body),
     )  # fmt: skip
     lost += [Note(*each) for each in (*recorder.python.kept(), *recorder.carried.notes())]
     if not recorder.is_cell and recorder.stop is not None:
@@ -487,14 +487,26 @@ def _user_held(recorder: Recorder, bound: set[int], names: Mapping[str, Any]) ->
     return tensors | bound | {op.value.node for op in recorder.operations}
 
 
-def _choices(recorder: Recorder) -> dict[int, frozenset[int]]:
-    """By guard: the nodes among which its branch cannot have chosen, as each had all of its names before."""
-    now = recorder.named_nodes()
+def _choices(recorder: Recorder, body: Sequence[ast.stmt]) -> dict[int, frozenset[int]]:
+    """By guard: the nodes among which its branch cannot have chosen.
+
+    Each had all of its names before, and no statement from the asking one on would have given one of these away.
+    """
+    now, by_id = recorder.named_nodes(), {node.id: node for node in recorder.new}
     found: dict[int, frozenset[int]] = {}
     for guard, above in recorder.tape.named_above.items():
-        given_later = {node for _, node in now - above}
-        found[guard] = frozenset(node for _, node in now & above if node not in given_later)
+        source = by_id[guard].source if guard in by_id else None
+        given = _stored_from(body, None if source is None else source.line)
+        loose = {node for _, node in now - above} | {node for name, node in now if name in given}
+        found[guard] = frozenset(node for _, node in now & above if node not in loose)
     return found
+
+
+def _stored_from(body: Sequence[ast.stmt], line: int | None) -> set[str]:
+    """The names that the statement of a block at this line, or one below it, gives to a value."""
+    below = [statement for statement in body if line is not None and (statement.end_lineno or 0) >= line]
+    nodes = (node for statement in below for node in ast.walk(statement))
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
 def _results(recorder: Recorder, names: Mapping[str, Any]) -> dict[str, Value]:
