@@ -65,7 +65,6 @@ LAYOUTS: dict[str, Callable[[Any, Any], Sequence[Any]]] = {  # of x [B, 5, 4] an
         *(pool(images, 2) for images in (_images(x), _images(x).contiguous()) for pool in (
             F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate,
         )), F.interpolate(_images(x), scale_factor=2, mode="bilinear"), F.pixel_shuffle(_images(x), 2),
-        _last(nn.Conv3d(2, 3, 1))(torch.stack([x, x], 1)[:, :, None]),
         _last(nn.Conv3d(2, 3, 1, dtype=torch.float64))(torch.stack([x, x], 1)[:, :, None].double()),
     ],
     "attention": lambda x, t: [
