@@ -75,7 +75,7 @@ def plain(net: nn.Module, passes: int) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("tasks", [2, 3])
+@pytest.mark.parametrize("tasks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["sync", "allreduce"])
 def test_what_tasks_count_is_joined(
     connect: Callable[..., Any], mode: str, tasks: int, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +105,7 @@ def test_no_count_of_asynchronous_tasks_is_lost(connect: Callable[..., Any]) -> 
     assert int(net.seen) == 3 * ROWS and net.seconds.tolist() == [-3 * ROWS] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", [tfnb.train.Downpour(n_fetch=2, n_push=2), tfnb.train.LocalSGD(every=2)], ids=["downpour", "local"]
 )

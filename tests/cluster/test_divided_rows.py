@@ -329,6 +329,16 @@ def test_coarse_numbers_are_compared_as_such() -> None:
     assert "pow of a mean" in note
 
 
+def test_the_autocast_of_a_caller_does_not_reach_the_look() -> None:
+    m = nn.Sequential(nn.Flatten(), nn.Linear(12, 64), nn.Tanh(), nn.Linear(64, 4))
+    train, feeds = recorded(lambda x, y: F.cross_entropy(m(x), y), [Data().x, Data().y])
+    step = default_session(train.graph)._prepare(train, tuple(feeds)).code.step
+    batch = next(iter(batches(step, [([*feeds.values()], 0)])))
+    assert batch is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert divided_rows.look_at_microbatches(step, 4, batch) == divided_rows.Observation()
+
+
 def test_a_look_that_takes_too_long_or_too_much_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     m = flat()
     loss = lambda x, y: F.cross_entropy(m(x), y, reduction="sum")  # noqa: E731

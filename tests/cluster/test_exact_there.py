@@ -126,6 +126,15 @@ def test_a_change_of_mode_names_a_loss_that_is_no_mean_and_exact_sums_keep_their
         tfnb.fit(step, data, batch_size=8, epochs=2, exact=True, callbacks=[change])
 
 
+def test_a_change_to_the_mode_that_a_training_has_says_nothing(connect: Callable[..., Any]) -> None:
+    connect(2)
+    _, step, data = rooted("same")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        callback = lambda progress: progress.change("sync")  # noqa: E731
+        tfnb.fit(step, data, batch_size=8, epochs=1, exact=True, callbacks=[callback])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_iterated", [False, True])
 def test_a_task_that_joins_a_training_of_one_sums_with_it(*, is_iterated: bool) -> None:

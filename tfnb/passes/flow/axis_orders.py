@@ -45,7 +45,7 @@ def axis_orders(
     for node in reversed(nodes):
         if not needed.isdisjoint(map(node.value, range(len(node.outputs)))):
             needed.update(node.inputs)
-    layouts = _Layouts(few)
+    layouts = _Strides(few)
     for value, spec in fed.items() if wanted else ():
         layouts.meet(value, spec)
     for node in nodes:
@@ -59,7 +59,7 @@ def _order(like: Tensor) -> Order:
     return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
 
 
-class _Layouts:
+class _Strides:
     """Values of a step as tensors on ``meta``, which have strides and no memory."""
 
     def __init__(self, few: int) -> None:
