@@ -421,7 +421,9 @@ def test_a_fit_says_it_once_for_each_recording_and_number_of_tasks(connect: Call
     connect(3)
     (note,) = said(step, data)
     assert "divided over 3 tasks" in note
-    assert said(step, data, backup=1) == []  # two make a step
+    (note,) = said(step, data, backup=1)  # two make a step, and average
+    assert "without backup tasks sums over all rows" in note
+    assert said(step, data, backup=1) == []
 
 
 def test_a_look_leaves_a_training_as_it_is(connect: Callable[..., Any]) -> None:
