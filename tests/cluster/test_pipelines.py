@@ -73,6 +73,24 @@ def assert_same(one: Net, other: Net) -> None:
         assert torch.equal(value, other.state[name]), name
 
 
+def test_a_shard_with_the_number_of_a_stage_is_not_the_stage(connect) -> None:
+    """The only Variables are those of the first stage, and lie on shard 0, which is no part of task 0."""
+    data, found = torch.randn(24, 6, dtype=torch.float64), []
+    for make in (lambda: None, lambda: connect(2)):
+        torch.manual_seed(7)
+        layer = nn.Linear(6, 6, dtype=torch.float64)
+        with tfnb.record():
+            x = tfnb.placeholder(data[:2], name="x")
+            with on(0):
+                h = layer(x)
+            with on(1):
+                loss = torch.tanh(h).square().mean()
+            train = tfnb.train.SGD(0.1).minimize(loss)
+        mode = "sync" if make() is None else "pipeline"
+        found.append(tfnb.fit(train, {x: data}, batch_size=8, microbatches=2, mode=mode, watch=loss).history)
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_pipeline_has_the_bits_of_microbatches_in_one_process(connect, dask, schedule, dtype) -> None:

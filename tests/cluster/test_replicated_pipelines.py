@@ -22,7 +22,6 @@ from tests.cluster.test_pipelines import Net, assert_same, one_thread
 from tests.cluster.test_stage_servers import Each, homes, kill_itself
 from tests.over_tasks import on
 from tfnb.cluster.driver import Cluster
-from tfnb.cluster.engine.lent_windows import may_be_lent
 from tfnb.errors import DeadlineExceeded, InvalidArgument, NonFinite, WorkerLost
 
 __all__ = ["one_thread"]  # a fixture
@@ -74,7 +73,7 @@ def test_replicas_have_the_bits_of_replicas_in_one_process(replicas: Any, five: 
     assert found.history == expected.history
     assert_same(here, there)
     plans = [placed for _, placed in cluster._steps._placed.values() if len(placed.parts) == STAGES * REPLICAS]
-    assert len(plans) == 1 and may_be_lent(plans[0]) == (ps == "stages")
+    assert len(plans) == 1 and cluster._engine.windows.may_take(plans[0]) == (ps == "stages")
     if ps == "stages":
         assert set().union(*homes(cluster, there).values()) == {0, 1}  # the tasks of the first replica
     assert_nothing_left(five)

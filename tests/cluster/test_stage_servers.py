@@ -19,7 +19,6 @@ from tests.cluster.test_parts_there import assert_nothing_left, exchanges, membe
 from tests.cluster.test_pipelines import ROWS, Net, assert_same, one_thread
 from tests.over_tasks import on
 from tfnb.cluster.driver import Cluster
-from tfnb.cluster.engine.lent_windows import may_be_lent
 from tfnb.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -171,7 +170,7 @@ def test_stages_are_lent_windows_where_weights_are_tied(staged, dask, make: Call
     cluster = staged()
     assert there.fit(mode="pipeline", **about).history == expected.history
     assert_same(here, there)
-    assert all(may_be_lent(placed) for _, placed in cluster._steps._placed.values() if placed.parts)
+    assert all(cluster._engine.windows.may_take(placed) for _, placed in cluster._steps._placed.values() if placed.parts)
     # the last large value stays lent to its reader until the next step
     until(lambda: not any(fact["held"] or fact["rounds"] for fact in exchanges(dask)))
 

@@ -39,7 +39,14 @@ class StepWindows:
     """Lends windows of steps to the stages of a pipeline."""
 
     def __init__(self, engine: Engine, single: SingleSteps) -> None:
-        self._engine, self._single, self._peers = engine, single, engine.peers
+        self._engine, self._single = engine, single
+
+    def may_take(self, placed: PlacedStep) -> bool:
+        """Whether every part of a step reads and writes the shard of its own process only, and uses no queue."""
+        by_number = {member.number: member.process for member in self._engine.tasks}
+        process_of = [member.process for member in self._engine.shards]
+        is_own = all(process_of[shard] == by_number.get(part.task) for part in placed.parts for shard in part.shards)
+        return is_own and bool(placed.parts and placed.writes) and not placed.queues
 
     async def run(
         self, placed: PlacedStep, batches: Sequence[StepFeeds], seconds: float | None,
@@ -247,9 +254,3 @@ def _unpacked(answer: Ok) -> list[list[Any]]:
     """The fetches of each step of a stage's answer, None where a fetch has no value there."""
     tensors = iter(answer.tensors)
     return [[next(tensors) if some else None for some in step] for step in answer.meta["some"]]
-
-
-def may_be_lent(placed: PlacedStep) -> bool:
-    """Whether every part of a step reads and writes the shard of its own task only, and uses no queue."""
-    is_own = all(part.shards <= {part.task} for part in placed.parts)
-    return is_own and bool(placed.parts and placed.writes) and not placed.queues

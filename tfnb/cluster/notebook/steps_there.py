@@ -18,7 +18,6 @@ import torch
 from distributed import Client
 
 from tfnb.cluster.engine.engine import Engine
-from tfnb.cluster.engine.lent_windows import may_be_lent
 from tfnb.cluster.engine.members import CLASSES, MODES, Ahead, Mode, StepFeeds
 from tfnb.cluster.engine.sources import NONE, DrawnBatches, drawn_from
 from tfnb.cluster.engine.step_record import StepRecord
@@ -335,7 +334,7 @@ class Steps:
             self._show()  # should a server be lost, training goes on from what is here
         seen.now = applied.copy
         steps: Generator[StepGroup, None, Any]
-        if how.is_pipeline and not see and not one_by_one and may_be_lent(placed):
+        if how.is_pipeline and not see and not one_by_one and self._engine.windows.may_take(placed):
             steps = self._in_windows(step, placed, source, end, applied, seen)
         elif is_stepwise:
             if over is not None and not why and tasks == 1:
