@@ -31,6 +31,8 @@ class Counting(nn.Module):
         self.register_buffer("center", torch.zeros(5, dtype=torch.float64))
         self.register_buffer("codes", torch.zeros(3, dtype=torch.float64))
         self.register_buffer("book", torch.zeros(3, 5, dtype=torch.float64))
+        self.register_buffer("rows", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("kept", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         out = self.fc(x)
@@ -44,6 +46,8 @@ class Counting(nn.Module):
             self.center.mul_(0.9).add_(x.mean(0), alpha=0.1)
             self.codes.mul_(0.9).add_(one_hot.sum(0), alpha=0.1)
             self.book.mul_(0.9).add_(one_hot.t() @ x, alpha=0.1)
+            self.rows.mul_(0.9).add_(0.1 * x.shape[0])
+            self.kept += x[x[:, 0] > 0].shape[0]
         return loss
 
 
@@ -94,7 +98,22 @@ def test_what_tasks_count_is_joined(
         tfnb.fit(step, feeds, epochs=2, batch_size=BATCH, shuffle=False, mode=mode)
     for name, value in net.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
-    assert int(net.seen) == 2 * ROWS
+    assert int(net.seen) == 2 * ROWS and int(net.kept) == 2 * int((data()[0][:, 0] > 0).sum())
+
+
+def test_half_the_rows_of_all_is_no_sum_of_halves(connect: Callable[..., Any]) -> None:
+    net = nn.Linear(5, 1).double()
+    net.register_buffer("pairs", torch.tensor(0))
+    connect(2)
+    with tfnb.record():
+        x = tfnb.placeholder(data()[0][:4])
+        net.pairs += x.shape[0] // 2
+        tfnb.train.SGD(0.1).minimize(net(x).square().mean())
+        everything = tfnb.effects()
+    net.pairs.zero_()
+    with pytest.warns(UserWarning, match="the step writes pairs itself"):
+        tfnb.fit(everything, [{x: data()[0][:rows]} for rows in (7, 9, 6)], mode="sync")
+    assert int(net.pairs) == 3 + 4 + 3
 
 
 def test_no_count_of_asynchronous_tasks_is_lost(connect: Callable[..., Any]) -> None:
@@ -113,7 +132,7 @@ def test_tasks_that_take_local_steps_say_that_counts_are_their_own(connect: Call
     net = Counting()
     connect(2)
     step, feeds = recorded(net)
-    with pytest.warns(UserWarning, match="the step writes hits, seen, seconds, total and 3 more itself"):
+    with pytest.warns(UserWarning, match="the step writes hits, seen, seconds, total and 5 more itself"):
         tfnb.fit(step, feeds, epochs=1, batch_size=BATCH, mode=mode)
 
 

@@ -170,7 +170,9 @@ def test_stages_are_lent_windows_where_weights_are_tied(staged, dask, make: Call
     cluster = staged()
     assert there.fit(mode="pipeline", **about).history == expected.history
     assert_same(here, there)
-    assert all(cluster._engine.windows.may_take(placed) for _, placed in cluster._steps._placed.values() if placed.parts)
+    assert all(
+        cluster._engine.windows.may_take(placed) for _, placed in cluster._steps._placed.values() if placed.parts
+    )
     # the last large value stays lent to its reader until the next step
     until(lambda: not any(fact["held"] or fact["rounds"] for fact in exchanges(dask)))
 

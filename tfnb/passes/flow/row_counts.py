@@ -28,9 +28,12 @@ def with_counts(step: StepGraph) -> StepGraph:
     nodes: list[Node] = []
     for node in step.whole.nodes:
         if node.id in counting:
-            about = {"size": [], "fill_value": node.attrs["other"], "dtype": torch.int64, "device": torch.device("cpu")}
+            size = node.attrs["other"]
+            is_whole = isinstance(size.evaluate(dict.fromkeys(size.symbols, 60)), int)
+            dtype = torch.int64 if is_whole else node.outputs[0].dtype  # of ``0.1 * x.shape[0]``
+            about = {"size": [], "fill_value": size, "dtype": dtype, "device": torch.device("cpu")}
             number = Node(
-                id=new_id(), name=f"{node.name}/size", op=NUMBER, outputs=(Spec(torch.int64, ()),), attrs=about,
+                id=new_id(), name=f"{node.name}/size", op=NUMBER, outputs=(Spec(dtype, ()),), attrs=about,
                 source=node.source, scope=node.scope,
             )  # fmt: skip
             nodes.append(number)

@@ -401,7 +401,7 @@ class _Weighing:
             return Reason("across", node) if crossed else _Sum(True)
         if not self.rows.intersection(node.symbols):
             return _ALIKE
-        is_count = node.op == NUMBER and self._degree(node.attrs["fill_value"]) == 1
+        is_count = node.op == NUMBER and self._adds_up(node.attrs["fill_value"])
         return _Sum(False) if is_count else _UNKNOWN
 
     def _of_rows(self, node: Node, spec: Spec, given: Mapping[Value, _State]) -> _State:
@@ -637,20 +637,21 @@ class _Weighing:
     def _degree(self, size: Dim) -> int | None:
         """The power of the number of rows that a size is a multiple of; None for others."""
         try:
-            one, two, six = self._at(size, 60, 40), self._at(size, 120, 40), self._at(size, 360, 40)
-            if self._at(size, 60, 80) != one or not one:
+            found = {rows: self._at(size, rows, 40) for rows in (60, 7, 11)}
+            if self._at(size, 60, 80) != found[60] or not found[60]:
                 return None
         except ShapeError:
             return None
-        near = lambda a, b: math.isclose(a, b, rel_tol=1e-12)  # noqa: E731
-        return next((p for p in (-1, 1) if near(two, one * 2.0**p) and near(six, one * 6.0**p)), None)
+        return next((p for p in (-1, 1) if all(_near(y, found[60] * (n / 60) ** p) for n, y in found.items())), None)
 
     def _adds_up(self, size: Dim) -> bool:
         """Whether the sizes of parts add up to that of the whole."""
         try:
-            pairs = (((60, 30), (120, 80)), ((7, 3), (8, 6)))  # (rows, sizes that only data tell) of two parts
+            # (rows, sizes that only data tell) of two parts; a size // n adds up for some of them only
+            pairs = (((60, 30), (120, 80)), ((7, 3), (8, 6)), ((11, 5), (13, 9)))
             wholes = [self._at(size, a[0] + b[0], a[1] + b[1]) for a, b in pairs]
-            return all(wholes) and wholes == [self._at(size, *a) + self._at(size, *b) for a, b in pairs]
+            sums = [self._at(size, *a) + self._at(size, *b) for a, b in pairs]
+            return all(wholes) and all(map(_near, wholes, sums))
         except ShapeError:
             return False
 
@@ -727,6 +728,10 @@ def _is_bounded(total: _Total) -> bool:
 def _sizes(spec: Spec) -> list[int]:
     """The sizes of a shape, 0 for one that varies."""
     return [size if isinstance(size, int) else 0 for size in spec.shape]
+
+
+def _near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-12)
 
 
 def _symbols(size: int | Dim) -> set[str]:
