@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tfnb
-from tfnb.errors import InvalidArgument, NonFinite, ShapeError, Unimplemented
+from tfnb.errors import BranchChanged, InvalidArgument, NonFinite, ShapeError, Unimplemented
 from tfnb.execution import lower
 from tfnb.kernels.random import REPLICA
 from tfnb.passes import step_graph
@@ -490,3 +491,68 @@ def test_stages_have_the_bits_of_the_same_requests_in_one_part(net):
     (losses, weights), (expected, others) = trained("parts"), trained("auto")
     assert losses == expected
     assert all(map(torch.equal, weights, others))
+
+
+def _penalty(net, x, y):
+    """Mean squares with R1's penalty: the slope of the net in its inputs."""
+    x = x.clone().requires_grad_(True)
+    out = net(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return F.mse_loss(out, y) + 0.1 * slope.square().sum(1).mean()
+
+
+def _attack(net, x, y):
+    shift = torch.zeros_like(x, requires_grad=True)
+    (slope,) = torch.autograd.grad(F.mse_loss(net(x + shift), y), shift)
+    return F.mse_loss(net(x + 0.1 * slope.sign()), y)
+
+
+def _checked(net, x, y):
+    """The Parameters are read behind an assertion that each microbatch makes."""
+    assert (x > -9).all()
+    return F.mse_loss(net(x), y)
+
+
+def _trained(loss_of, budget=None):
+    torch.manual_seed(6)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    plain, (xs, ys) = copy.deepcopy(net), torch.randn(2, 12, 3, dtype=torch.float64)
+    theirs = torch.optim.SGD(plain.parameters(), 0.2)
+    for at in (0, 6):
+        theirs.zero_grad()
+        loss_of(plain, xs[at : at + 6], ys[at : at + 6]).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)  # done once, of averaged gradients
+        theirs.step()
+    with tfnb.record():
+        x, y = tfnb.placeholder(xs[:4]), tfnb.placeholder(ys[:4])
+        optimizer = torch.optim.SGD(net.parameters(), 0.2)
+        loss = loss_of(net, x, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        step = optimizer.step()
+    options = {"batch_size": 6, "shuffle": False, "microbatches": 3, "watch": loss, "memory_budget": budget}
+    return net, plain, lambda xs=xs: tfnb.fit(step, {x: xs, y: ys}, **options)
+
+
+@pytest.mark.parametrize("loss_of", [_penalty, _attack, _checked])
+def test_a_microbatch_has_slopes_and_assertions_of_its_rows(loss_of):
+    net, plain, fit = _trained(loss_of)
+    fit()
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_an_assertion_of_a_microbatch_that_does_not_hold_keeps_the_step_from_writing():
+    net, _, fit = _trained(_checked)
+    before = copy.deepcopy(net.state_dict())
+    bad = torch.zeros(12, 3, dtype=torch.float64)
+    bad[5] = -10.0
+    with pytest.raises(BranchChanged):
+        fit(bad)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_a_budget_names_a_slope_that_it_cannot_plan():
+    _, _, fit = _trained(_penalty, "10MB")
+    with pytest.raises(Unimplemented, match=r"takes .*, a derivative by rows, and a memory_budget plans one backward"):
+        fit()

@@ -19,6 +19,7 @@ from tfnb.memory.pack_tasks import Phase
 from tfnb.memory.packs import LayerPacks, layers, one_each
 from tfnb.passes.flow import frames
 from tfnb.passes.flow.cut import End, Partition
+from tfnb.passes.flow.merges import is_slope
 from tfnb.passes.flow.places import Place, homes
 from tfnb.passes.flow.step_flow import symbols_of
 from tfnb.passes.prune import StepGraph
@@ -64,7 +65,7 @@ class PackCut:
         self.back: dict[int, int] = {}
         self.graph = step.whole.derive(Contents((*self._fed(), *nodes, *self._assigns()), step.graph.contents.guards))
         self.time: dict[int, int] = {}
-        self._rows = frozenset(step.feeds)
+        self._rows, self._by_id = frozenset(step.feeds), {node.id: node for node in nodes}
         self._gradient: set[int] = set()  # nodes that depend on a derivative
         for node in nodes:
             self._place(node)
@@ -93,6 +94,12 @@ class PackCut:
             return
         if uses_queues(node) or node.op == "tfnb.print":
             raise Unimplemented(f"{node.name} is done once in a step, and packs do microbatches one after the other")
+        slope = next((v for v in node.inputs if v not in self._rows and is_slope(self._by_id[v.node], v.index)), None)
+        if slope is not None and "gradient" not in node.tags:
+            raise Unimplemented(
+                f"{node.name} takes {self._by_id[slope.node].name}, a derivative by rows, and a memory_budget plans "
+                f"one backward pass behind one forward pass: leave out memory_budget{_at(node)}"
+            )
         times = [self.time[v.node] for v in node.inputs if v.node in self.time]
         last = max([*times, *([0] if any(v in self._rows for v in node.inputs) else [])], default=None)
         of_gradient = "gradient" in node.tags or any(v.node in self._gradient for v in node.inputs)
@@ -177,11 +184,15 @@ class PackCut:
         node = None if value is None else self.graph.contents.by_id[value.node]
         if value is None or node is None or not self._is_derivative(node) or node.op == "tfnb.slices.default":
             name = "a size" if node is None else f"{node.name}"
-            where = f"  {node.source}" if node is not None and node.source else ""
             is_of_rows = node is not None and node.op == "tfnb.slices.default"
             remedy = "an optimizer with momentum, or Adam, takes dense ones, or " if is_of_rows else ""
             raise Unimplemented(
                 f"an update takes {name}, which is no dense gradient, and packs sum dense ones over microbatches: "
-                f"{remedy}leave out memory_budget{where}"
+                f"{remedy}leave out memory_budget{_at(node)}"
             )
         return value
+
+
+def _at(node: Node | None) -> str:
+    """The line of a node, for the end of an error."""
+    return f"  {node.source}" if node is not None and node.source else ""

@@ -26,7 +26,7 @@ from tfnb.graph.graph import new_id
 from tfnb.graph.ops import GRADIENT, PRESENT, WHILE
 from tfnb.graph.spec import flows
 from tfnb.graph.subgraph import uses_queues
-from tfnb.passes.flow.merges import MERGES, ROWS, SUM, Weight, begin, varying_axis, way_of
+from tfnb.passes.flow.merges import MERGES, ROWS, SUM, Weight, begin, is_slope, varying_axis, way_of
 from tfnb.passes.flow.row_weights import weighed
 from tfnb.passes.prune import StepGraph, feed_symbols, prune
 from tfnb.passes.resolve import ResolvedStep, resolve
@@ -115,7 +115,7 @@ class _Loop:
         self.state = resolve(step.graph, self.fed)
         for node in self.state.nodes.values():
             self._refuse(node)
-            above = [v for v in node.inputs if v not in self.fed]
+            above = [v for v in node.inputs if v not in self.fed and not is_slope(self.by_id[v.node], v.index)]
             if "gradient" in node.tags or any(v.node in self.gradient for v in above):
                 self.gradient.add(node.id)
             sizes = [*node.symbols, *(s for spec in node.outputs for s in _symbols(spec.shape))]
@@ -503,7 +503,7 @@ class _Build(_Merging):
         new = {v: whole.value(i) for i, v in enumerate(self.variables)}
         new |= {v: same.get(x, x) for v, x in state.final.items() if v not in new}
         assigns, group = self._writes(new, whole)
-        early = [replace(node, effects=()) for node in state.nodes.values() if node.id in before]
+        early = [replace(n, control=self._control(n), effects=()) for n in state.nodes.values() if n.id in before]
         nodes = (*self._fed(), *self.front, *early, *self.inside, *behind, *assigns, group)
         graph = step.whole.derive(Contents(tuple(distinct(nodes)), step.graph.contents.guards))
         fetches = tuple(self._fetch(value, same, new, group) for value in step.fetches)
@@ -610,8 +610,13 @@ class _Build(_Merging):
             if loop._varies(value) or node.id in loop.state.updated:
                 raise Unimplemented(f"{node.name} is behind an update, and a microbatch takes it")
             found.add(node.id)
-            stack.extend((*node.inputs, *map(Value, node.control)))
+            stack.extend((*node.inputs, *map(Value, self._control(node))))
         return found
+
+    def _control(self, node: Node) -> tuple[int, ...]:
+        """What a node before the loop waits for: no guards that each microbatch asks, before anything is written."""
+        nodes, varying = self.loop.state.nodes, self.loop.varying
+        return tuple(i for i in node.control if i not in varying or nodes[i].op != "tfnb.guard")
 
     def _reads(self) -> list[Value]:
         """Values of the moved Variables before the first microbatch."""

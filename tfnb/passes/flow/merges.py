@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tfnb.errors import ShapeError
-from tfnb.graph import Contents, Dim, Spec, Value
+from tfnb.graph import Contents, Dim, Node, Spec, Value
 from tfnb.graph.spec import flows
 
 Way = Literal["first", "mean", "sum", "max", "min", "none"] | int  # an int: the axis that rows lie on
@@ -216,3 +216,9 @@ def varying_axis(spec: Spec) -> int | None:
     True
     """
     return next((axis for axis, size in enumerate(spec.shape) if isinstance(size, Dim)), None)
+
+
+def is_slope(node: Node, index: int = 0) -> bool:
+    """Whether an output is a derivative by rows, such as that of a net by its inputs, which is no sum over rows."""
+    is_sparse = node.op == "tfnb.slices.default"  # of a table, with as many rows as were looked up
+    return "gradient" in node.tags and not is_sparse and varying_axis(node.outputs[index]) is not None
