@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -165,3 +166,23 @@ def test_watched_numbers_of_a_step_without_gradients_are_named_where_tasks_do_no
         counted = tfnb.effects()
     with pytest.warns(UserWarning, match="root is fetched or watched, and is no mean over rows"):
         tfnb.fit(counted, {x: data()[0]}, batch_size=16, watch={"root": root})
+
+
+@pytest.mark.parametrize(
+    "mode", ["sync", pytest.param(tfnb.train.LocalSGD(every=2), marks=pytest.mark.slow)], ids=["sync", "local"]
+)
+def test_watched_numbers_that_parts_do_not_tell_are_named(connect: Callable[..., Any], mode: Any) -> None:
+    net = nn.Linear(5, 1).double()
+    connect(2)
+    with tfnb.record():
+        x = tfnb.placeholder(data()[0][:4])
+        out = net(x)
+        watch = {"root": out.square().mean().sqrt(), "place": out.argmax(), "positive": (out > 0).sum()}
+        step = tfnb.train.SGD(0.1).minimize(out.square().mean())
+    with pytest.warns(UserWarning) as told:
+        found = tfnb.fit(step, {x: data()[0]}, batch_size=16, mode=mode, watch=watch)
+    text = [str(each.message) for each in told]
+    assert [each.split(" is fetched or watched, and ")[1][:20] for each in text] == [
+        "is a whole number th", "is no mean over rows",
+    ]  # fmt: skip
+    assert math.isnan(found.history[0]["place"]) and found.history[0]["positive"] > 0

@@ -39,6 +39,7 @@ from tfnb.fitting.fit_options import (
     operations_of,
     warn_of_order,
     watched_by,
+    whole_numbers,
 )  # fmt: skip
 from tfnb.fitting.minimization import minimized
 from tfnb.fitting.outer_steps import ensure_no_outer, with_outer
@@ -227,7 +228,7 @@ def fit(
     shown = front(None if how.is_coordinated else source.total, session.graph.name)
     checkpoints = Checkpoints(session, saver, checkpoint_every, callbacks, start)
     run = _Run(
-        source, Metrics(names), shown, timeout, session,
+        source, Metrics(names, whole_numbers(names, watched, session)), shown, timeout, session,
         Callbacks(checkpoints.callbacks, is_noted=not how.is_coordinated), checked, start, reads, how, progress_after,
         checkpoints, RecoveryBudget(Restarts(most=restarts)),
     )  # fmt: skip

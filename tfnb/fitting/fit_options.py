@@ -16,6 +16,7 @@ from tfnb.cluster.notebook.steps_there import batches as batches_of
 from tfnb.errors import FailedPrecondition, InvalidArgument, NotFound, ShapeError, Unimplemented
 from tfnb.graph import Spec, Variable
 from tfnb.graph.mapped_files import region_of
+from tfnb.graph.spec import flows
 from tfnb.passes.flow.microbatch_schedules import SCHEDULES
 from tfnb.recording import Operation, Tensor
 from tfnb.recording.marks.notes import user_level
@@ -82,6 +83,12 @@ def _spec(item: object, session: Session) -> tuple[Spec | None, str]:
 
 def _is_scalar(spec: Spec) -> bool:
     return all(size == 1 for size in spec.shape)
+
+
+def whole_numbers(names: Iterable[str], watched: Iterable[Any], session: Session) -> list[str]:
+    """The names of the watched values that are whole numbers or truth values."""
+    specs = [(name, _spec(item, session)[0]) for name, item in zip(names, watched, strict=True)]
+    return [name for name, spec in specs if spec is not None and not flows(spec.dtype)]
 
 
 def _check_scalar(name: str, item: object, session: Session) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import reduce
 from operator import add, mul
 from typing import Any, NamedTuple
@@ -38,8 +38,9 @@ class Metrics:
     ([{'epoch': 1, 'step': 2, 'loss': 2.0}], [{'step': 1, 'loss': 1.0}, {'step': 2, 'loss': 5.0}])
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
+    def __init__(self, names: Sequence[str], whole: Collection[str] = ()) -> None:
+        """whole: names of whole numbers, which are NaN only where the parts of a batch tell none."""
+        self.names, self._whole = tuple(names), frozenset(whole)
         self.bad: list[Bad] = []
         self._fresh: list[tuple[int, StepReport]] = []  # that have values, each with its first step
         self._unread = 0  # steps of them
@@ -115,7 +116,7 @@ class Metrics:
     def _note_bad(self, steps: Sequence[int], columns: list[list[float]]) -> None:
         known = {bad.name for bad in self.bad}
         for name, column in zip(self.names, columns, strict=True):
-            if name not in known and not math.isfinite(sum(column)):
+            if name not in known | self._whole and not math.isfinite(sum(column)):
                 found = next(((s, v) for s, v in zip(steps, column, strict=True) if not math.isfinite(v)), None)
                 if found is not None:  # else only the sum overflowed
                     self.bad.append(Bad(name, found[1], found[0]))

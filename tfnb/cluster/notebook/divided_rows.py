@@ -49,7 +49,8 @@ _TURNED_OFF = "fit(..., exact=False) averages without a look"
 
 
 class Dividers(NamedTuple):
-    """Who divides the rows of a batch, for messages. ``instead``: what happens where an average is not exact, or cure.
+    """Who divides the rows of a batch, for messages. ``instead``: what happens where an average is not exact, or cure;
+    empty: gradients are not averaged, so that watched numbers alone are compared.
 
     ``of_norm``: what batch norm in training does, and the cure.
     """
@@ -78,6 +79,7 @@ LATER = Dividers(
     "averaged, as those before; mode='sync' with exact=True sums over all rows in mid-step",
     TASKS.of_norm,
 )  # fmt: skip
+LOCAL = Dividers("tasks", "a task", "", "")
 MICROBATCHES = Dividers(
     "microbatches", "a microbatch", "Leave out microbatches",
     "and the running statistics move once for each of them, as where gradients are accumulated by hand. Larger "
@@ -115,7 +117,11 @@ def look(
     found = probe(step, homes)
     if found is None:
         return Observation()
-    notes = [_of_norms(found.norms, count, who)] if found.norms else []
+    contents = step.whole.contents
+    notes = [_of_no_count(contents.by_id[v.node], who) for v in found.watched if ways[v] == "none"]
+    if not who.instead and (found.norms or found.why_not):
+        return Observation(tuple(notes))
+    notes += [_of_norms(found.norms, count, who)] if found.norms else []
     unseen = f"whether the loss is a mean over rows, so that {who.parts} may divide them, was not looked at"
     if found.why_not and not found.norms:
         return Observation((f"{unseen}: {found.why_not}. {_TURNED_OFF}",))
@@ -129,9 +135,17 @@ def look(
         return Observation((*notes, f"{unseen}: {why}. {_TURNED_OFF}"))
     except Exception:  # of the step: it will say so itself, with its line
         return Observation(tuple(notes), is_settled=False)
-    if not seen.notes and found.hidden is not None:
+    if not seen.notes and found.hidden is not None and who.instead:
         return Observation((*notes, _of_hidden(found.hidden, who)), seen.is_settled, is_mean=False)
     return replace(seen, notes=(*notes, *seen.notes))
+
+
+def _of_no_count(node: Node, who: Dividers) -> str:
+    """The note on a watched whole number that cannot be joined."""
+    return (
+        f"{node.source or node.name}: {node.name} is fetched or watched, and is a whole number that is no count, so "
+        f"that those of the {who.parts}' rows tell none for all rows. NaN is shown; tfnb.fit with exact=True has it"
+    )
 
 
 def _of_norms(norms: Sequence[Node], count: int, who: Dividers) -> str:
@@ -219,7 +233,9 @@ class _Comparing:
             if not parts:
                 break
             counts = [stop - start for start, stop in division]
-            worst = size.furthest(self._grads([whole], [rows]), self._grads(parts, counts))
+            worst = (
+                size.furthest(self._grads([whole], [rows]), self._grads(parts, counts)) if self.who.instead else None
+            )
             if worst is not None:
                 apart = self._apart(whole, parts, counts, NEAR)
                 reason = self.probe.hidden or self.probe.reason(self.step, apart, self.probe.losses)

@@ -404,7 +404,7 @@ class Steps:
         exact: bool | None,
     ) -> tuple[bool, Ahead | Iterable[StepFeeds | None]]:  # fmt: skip
         """Whether tasks sum over all rows in mid-step, and the batches of the training."""
-        if exact is not None or not how.is_joint or how.every or not placed.divides:
+        if exact is not None or not how.is_joint or not placed.divides:
             return bool(exact), source
         may_sum, tasks = how.name == "sync" and not how.may_have_spare, len(self._numbers())
         count = min(how.required or tasks - how.backup, tasks)
@@ -412,10 +412,11 @@ class Steps:
             if tasks > 1:
                 warnings.warn(f"{_written(names)}. {_SUMMED}", stacklevel=user_level(None))
             return True, source
-        source, notes, is_mean = self._looked_at(step, placed, max(2, count), source, may_sum=may_sum)
+        who = divided_rows.SUMMING if may_sum else divided_rows.LOCAL if how.every else divided_rows.TASKS
+        source, notes, is_mean = self._looked_at(step, placed, max(2, count), source, who)
         for note in notes if tasks > 1 or not (may_sum or is_mean) else ():
             warnings.warn(note, stacklevel=user_level(None))
-        if is_mean and count > 1 and not isinstance(source, Ahead):
+        if is_mean and count > 1 and not how.every and not isinstance(source, Ahead):
             source = self._looked_further(step, placed, count, source)
         return may_sum and not is_mean, source
 
@@ -457,15 +458,12 @@ class Steps:
 
     def _looked_at(
         self, step: StepGraph, placed: PlacedStep, tasks: int, source: Ahead | Iterable[StepFeeds | None],
-        *, may_sum: bool,
+        who: divided_rows.Dividers,
     ) -> tuple[Ahead | Iterable[StepFeeds | None], tuple[str, ...], bool]:  # fmt: skip
-        """The batches of a training, warnings of a loss that is no mean over rows, each given once, and whether it is.
-
-        may_sum: whether tasks sum over all rows where it is none.
-        """
+        """The batches of a training, warnings of what is no mean over rows, each once, and whether the loss is one."""
         known: dict[Any, bool] = step.whole.attached.setdefault("divided", {})
         writes = frozenset(node.id for node in step.graph.nodes if node.op == "tfnb.assign")
-        key = writes, step.fetches, tasks, may_sum  # where tasks average, after a sum was told, that is told, too
+        key = writes, step.fetches, tasks, who  # where tasks average, after a sum was told, that is told, too
         if key in known or placed.tasks:
             return source, (), known.get(key, True)
         first: Iterable[StepFeeds | None]
@@ -476,11 +474,12 @@ class Steps:
             first = list(itertools.islice(source, 1))
             source = itertools.chain(first, source)
         whole = (batch for batch in first if batch is not None)
-        who = divided_rows.SUMMING if may_sum else divided_rows.TASKS
         seen = divided_rows.look(step, placed.placement.homes, tasks, whole, who)
         if seen.is_settled:
             known[key] = seen.is_mean
-        notes = seen.notes if seen.is_mean or not may_sum else seen.notes[-1:]  # batch norm is exact then, too
+        notes = (
+            seen.notes if seen.is_mean or who is not divided_rows.SUMMING else seen.notes[-1:]
+        )  # batch norm is exact then, too
         return source, notes, seen.is_mean
 
     def _looked_further(
@@ -723,9 +722,10 @@ class Steps:
             )
         tasks = len(self._numbers())
         _check_writes(step, placed, how, tasks, "", is_stepwise=False)
-        if exact is None and how.is_joint and not how.every and placed.divides:
+        if exact is None and how.is_joint and placed.divides:
             heads = source if isinstance(source, Ahead) else ()
-            for note in self._looked_at(step, placed, max(2, tasks), heads, may_sum=False)[1]:
+            who = divided_rows.LOCAL if how.every else divided_rows.TASKS
+            for note in self._looked_at(step, placed, max(2, tasks), heads, who)[1]:
                 warnings.warn(note, stacklevel=user_level(None))
         return how
 
