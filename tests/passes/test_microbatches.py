@@ -556,3 +556,61 @@ def test_a_budget_names_a_slope_that_it_cannot_plan():
     _, _, fit = _trained(_penalty, "10MB")
     with pytest.raises(Unimplemented, match=r"takes .*, a derivative by rows, and a memory_budget plans one backward"):
         fit()
+
+
+def _rows_checked(net, x, y, limit):
+    assert (x < limit).all()
+    return F.mse_loss(net(x), y)
+
+
+def _state_checked(net, x, y, limit):
+    assert net[0].bias.sum() < limit
+    return F.mse_loss(net(x), y)
+
+
+def _layer_checked(net, x, y, limit):
+    h = net[:2](x)
+    assert (h < limit).all()
+    return F.mse_loss(net[2:](h), y)
+
+
+CHECKS = {"rows": (_rows_checked, 9.0), "state": (_state_checked, 3.0), "layer": (_layer_checked, 0.9999)}
+
+
+@pytest.mark.parametrize("budget", [None, "1MB"])
+@pytest.mark.parametrize("place", [*CHECKS, "loss", "norm", "update"])
+def test_an_assertion_anywhere_is_asked_before_anything_is_written(place, budget):
+    """Those of rows by each microbatch; those of averaged gradients, and of new values, once."""
+    torch.manual_seed(6)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    xs, ys = torch.randn(2, 6, 3, dtype=torch.float64)
+    halves = []
+    for rows in (slice(0, 3), slice(3, 6), slice(0, 6)):
+        net.zero_grad()
+        F.mse_loss(net(xs[rows]), ys[rows]).backward()
+        halves.append(float(torch.stack([p.grad.norm() for p in net.parameters()]).norm()))
+    net.zero_grad()
+    limit = (max(halves[:2]) + halves[2]) / 2  # below the norm of a microbatch, above that of the batch
+    with tfnb.record():
+        x, y = tfnb.placeholder(xs), tfnb.placeholder(ys)
+        optimizer = torch.optim.SGD(net.parameters(), 0.2)
+        loss = CHECKS[place][0](net, x, y, CHECKS[place][1]) if place in CHECKS else F.mse_loss(net(x), y)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        if place == "norm":
+            assert norm < limit
+        step = optimizer.step()
+        if place == "loss":
+            assert loss < 50
+        if place == "update":
+            assert net[0].bias.sum() < 3
+    options = {"batch_size": 6, "shuffle": False, "microbatches": 2, "memory_budget": budget, "exact": False}
+    assert tfnb.fit(step, {x: xs, y: ys}, **options).steps == 1
+    if place in ("state", "update", "layer"):
+        with torch.no_grad():
+            net[0].bias.add_(9)
+    bad = (xs + 20 * (place == "rows"), ys + 1e3 * (place in ("loss", "norm")))
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(BranchChanged):
+        tfnb.fit(step, {x: bad[0], y: bad[1]}, **options)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())

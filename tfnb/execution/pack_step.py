@@ -143,6 +143,7 @@ class PackPrograms:
     def _lowered(self, cut: CutPiece) -> Program:
         """The program of a piece; a group stands for the Variables that it writes."""
         fetches = (*cut.gives, *(cut.gradients if cut.phase is not Phase.UPDATE else ()), *cut.fetched)
+        fetches += tuple(Value(node) for node in sorted(cut.nodes) if self.by_id[node].op == "tfnb.guard")
         graph = self.cut.graph
         if cut.written:
             name, inputs = f"{cut.phase}.{cut.pack}", tuple(cut.written.values())

@@ -57,7 +57,7 @@ class PackCut:
 
     def __init__(self, step: StepGraph, packing: LayerPacks | None = None) -> None:
         self.step, self.state = step, resolve(step.graph, step.feeds)
-        nodes = tuple(self.state.nodes.values())
+        nodes = tuple(map(self._unordered, self.state.nodes.values()))
         self._layer = layers(nodes)
         self.layers = 1 + max(self._layer.values(), default=0)
         self.packing = packing or one_each(self.layers)
@@ -69,6 +69,12 @@ class PackCut:
         self._gradient: set[int] = set()  # nodes that depend on a derivative
         for node in nodes:
             self._place(node)
+
+    def _unordered(self, node: Node) -> Node:
+        """The node, not ordered behind guards, nor before: those of all packs are asked before the step writes."""
+        guards = {other.id for other in self.state.nodes.values() if other.op == "tfnb.guard"}
+        control, effects = (tuple(i for i in ids if i not in guards) for ids in (node.control, node.effects))
+        return replace(node, control=control, effects=effects)
 
     def _fed(self) -> list[Node]:
         fed = dict.fromkeys(v.node for v in self.step.feeds if v.node not in self.state.nodes)
@@ -111,7 +117,8 @@ class PackCut:
         elif of_gradient or node.forward is not None:
             pack = self.back.get(node.forward, self.packs - 1) if node.forward is not None else self.packs - 1
             self.time[node.id] = max(self.backward(pack), last or 0)
-        elif last is not None or node.id in self._layer:  # else it depends on no row and no layer: done anew anywhere
+        elif last is not None or node.id in self._layer or node.op == "tfnb.guard":
+            # others depend on no row and no layer: done anew anywhere
             layer = self._layer.get(node.id, 0)
             back = max([self.packing.backward[layer], *(self.back.get(v.node, 0) for v in node.inputs)])
             self.back[node.id] = back

@@ -165,7 +165,7 @@ class _Loop:
         """Nodes outside of the loop, by id: needed by updates and fetches, and run by no microbatch."""
         found: dict[int, Node] = {}
         stack = [v for variable, v in self.state.final.items() if variable not in self.moved]
-        stack += self._fetched
+        stack += [*self._fetched, *self._guards(behind=True)]
         while stack:
             value = stack.pop()
             node = None if value in self.fed else self.state.nodes[value.node]
@@ -175,6 +175,11 @@ class _Loop:
             stack.extend(node.inputs)
             stack.extend(Value(i) for i in node.control if not self._varies(Value(i)))
         return found
+
+    def _guards(self, *, behind: bool) -> list[Value]:
+        """The guards that each microbatch asks, or those of averaged gradients and updates, asked once."""
+        guards = [node for node in self.state.nodes.values() if node.op == "tfnb.guard" and node.id in self.varying]
+        return [Value(node.id) for node in guards if self._is_behind(node) is behind]
 
     @cached_property
     def borders(self) -> list[Value]:
@@ -254,10 +259,10 @@ class _Loop:
     def made(self) -> Microbatches:
         """Build the step."""
         ways, weights = self._ways()
-        guards = [Value(n.id) for n in self.state.nodes.values() if n.op == "tfnb.guard" and n.id in self.varying]
         found = dict.fromkeys(weight for weight in weights.values() if isinstance(weight.total, Value))
         sums = [_TotalInLoop(weight) for weight in found]
-        inner = self._needed([*self.borders, *self.moved.values(), *guards, *(each.total for each in sums)])
+        roots = [*self.borders, *self.moved.values(), *self._guards(behind=False), *(each.total for each in sums)]
+        inner = self._needed(roots)
         build = _Build(self, ways, weights, sums)
         shapes, shares = build.fed_more()
         body = _Body(self, ways, weights, sums, inner)
@@ -569,6 +574,7 @@ class _Build(_Merging):
         done = tuple(Value(node.id) for node in assigns)
         count = len(self.variables) + len(self.carried) + 2 * len(self.sums)
         group = Node(id=new_id(), name="microbatches.apply", op="tfnb.group", inputs=(*done, whole.value(count)),
+                     control=tuple(guard.node for guard in self.loop._guards(behind=True)),
                      attrs={"values": tuple(map(Ref, range(len(done) + 1)))})  # fmt: skip
         return assigns, group
 
