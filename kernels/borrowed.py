@@ -40,6 +40,20 @@ def _listed(function: Callable[..., None], foreach: bool | None = True) -> Calla
     return call
 
 
+def _asgd(
+    ws: Column, grads: Column, averages: Column, mus: Column, etas: Column, steps: Column, *, lr: Rate, lambd: float,
+    alpha: float, t0: float, **settings: Any,
+) -> None:  # fmt: skip
+    given = {"lr": lr, "lambd": lambd, "alpha": alpha, "t0": t0}
+    _listed(asgd.asgd, foreach=None)(ws, grads, averages, mus, etas, steps, **given, **settings)
+    if all(x.is_cuda for column in (mus, etas, steps) for x in column):
+        return
+    for mu, eta, step in zip(mus, etas, steps, strict=True):  # torch rounds both to the default dtype of the process
+        count = float(step)
+        eta.fill_(float(lr) / (1 + lambd * float(lr) * count) ** alpha)
+        mu.fill_(1 / max(1.0, count - t0))
+
+
 def _rprop(ws: Column, grads: Column, *slots: Column, lr: Rate, **settings: object) -> None:
     _listed(rprop.rprop)(ws, grads, *slots, **settings)  # the rate is where the sizes of steps start
 
@@ -83,7 +97,7 @@ BORROWED: dict[str, TorchFunction] = {
     "adafactor": TorchFunction(_adafactor_matrix, _ADAFACTOR),
     "adafactor_vector": TorchFunction(_adafactor_vector, _ADAFACTOR),
     "adamax": TorchFunction(_listed(adamax.adamax), {**_BETAS, "eps": 1e-8, **_DECAY}),
-    "asgd": TorchFunction(_listed(asgd.asgd, foreach=None), {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6, **_DECAY}),
+    "asgd": TorchFunction(_asgd, {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6, **_DECAY}),
     "muon": TorchFunction(_muon_matrix, {
         "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_coefficients": (3.4445, -4.775, 2.0315),
         "eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": None,

@@ -193,6 +193,17 @@ def test_an_interrupted_validation_is_done_again():
     assert math.isnan(history[0]["loss"])  # nobody knows it any more
 
 
+def test_a_training_that_has_taken_more_steps_than_are_asked_for_has_no_end_of_an_epoch():
+    net, ends = Net(), []
+    net.fit(callbacks=[stop_at(10)])
+    before = net.values()
+    net.options = {"epochs": 1, "batch_size": 8}
+    assert net.fit(resume=True, callbacks=lambda progress: ends.append(progress.epoch)).steps == 0
+    assert ends == [] and all(map(torch.equal, net.values(), before))
+    with pytest.raises(InvalidArgument, match="epochs must be an int of at least 1, not None"):
+        tfnb.fit(net.step, net.data, epochs=None)
+
+
 def test_an_older_file_had_the_end_of_its_epoch():
     net, ends = Net(), Ends()
     net.fit(callbacks=stop_at(7))

@@ -66,6 +66,14 @@ def test_the_quickstart_runs_as_a_script(tmp_path: Path) -> None:
     assert ran(tmp_path, "-m", "IPython", "quickstart.py").count("of the held-out digits are right") == 2
 
 
+def test_a_main_module_that_reset_emptied_starts_workers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.delattr(main, "__spec__")
+    with deploy._light_start():
+        assert main.__spec__ is not None and main.__spec__.name == "__main__"
+    assert not hasattr(main, "__spec__")
+
+
 def test_the_main_module_is_as_before_whatever_happens() -> None:
     main = sys.modules["__main__"]
     before = main.__spec__

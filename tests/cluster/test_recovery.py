@@ -172,6 +172,21 @@ def test_an_epoch_with_validation_is_told_once(connect: Any) -> None:
     assert epochs == [1, 2, 3] and result.steps == 90 and all("val_loss" in entry for entry in result.history)
 
 
+def test_a_successor_that_joined_before_the_loss_was_noticed_is_waited_for_no_longer(connect: Any) -> None:
+    """An evaluation of some seconds, in which a server is killed, and its nanny starts another worker."""
+    counters = Counters()
+    cluster = connect(WORKERS - 1)
+
+    def on_epoch(progress: Any) -> None:
+        if progress.epoch == 1:
+            kill_server(cluster)
+            until(lambda: len(cluster._engine.places) > WORKERS - 1, 60)
+
+    result = tfnb.fit(counters.train, {counters.x: torch.ones(160)}, batch_size=4, epochs=2, callbacks=[on_epoch])
+    assert result.steps == 80 and counters.counts() == [80, 80]
+    assert tfnb.recovery_log()[-1].seconds < 10
+
+
 def test_a_server_lost_at_the_last_step(connect: Any) -> None:
     counters = Counters()
     cluster = connect(2)

@@ -163,6 +163,7 @@ class Cluster:
         tasks, servers, self._route = self._link.wait(handle, timeout + 5, "starting the tasks", progress.say)
         self._engine = Engine(self._link, tasks, servers, self._registered.epoch)
         self._engine.on_lost = self._lost
+        self._workers = len({member.peer.addr for member in (*tasks, *servers)})  # with which it begins
         self._supervisor = Supervisor(self.client, self._engine, self._registered, self._where.wanted, self._adapting)
         self._link.wait(self._link.start(self._supervisor.start), timeout, "watching the workers")
         self._overview = Overview(self._engine, self.client)
@@ -462,7 +463,9 @@ class Cluster:
         before, step, wanted, end = self._engine, self.pulled_step, self._where.wanted, time.monotonic() + seconds
         members = (*before.servers, *before.places.values())
         is_replaced = any(member.info.get("nanny") for member in members)
-        workers = len({member.peer.addr for member in members})
+        # the successor of a lost worker may have joined already: the two are one
+        workers = max(self._workers, len({member.peer.addr for member in members if member.may_answer}))
+        workers = min(workers, len({member.peer.addr for member in members}))
         self._where.progress = ConnectProgress()
         try:
             self._begin(wanted._replace(workers=workers), min(seconds, REPLACED_WITHIN) if is_replaced else 1.0)

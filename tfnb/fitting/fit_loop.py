@@ -516,7 +516,8 @@ class _Run:
         inputs = self._inputs = session.state.inputs
         inputs.ended = inputs.ended if begin else 0
         inputs.training = self.steps
-        self._source, self._is_open = source, begin != inputs.ended
+        is_past = source.total is not None and begin > source.total  # fewer steps are asked for than were taken
+        self._source, self._is_open = source, begin != inputs.ended and not is_past
         self.is_over = False  # all steps were taken
         self.is_waiting = False  # for data
         self.is_wanted = False  # an interrupt

@@ -101,7 +101,9 @@ def batches(
 
 def _at_least_one(**counts: int | None) -> None:
     for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
+        if value is None and name != "epochs":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise InvalidArgument(f"{name} must be an int of at least 1, not {value!r}")
 
 

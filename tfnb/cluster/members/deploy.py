@@ -328,7 +328,8 @@ def local(tasks: int, wanted: Requirements, timeout: float, started: LocalWorker
 @contextmanager
 def _lightly() -> Iterator[None]:
     main = sys.modules["__main__"]
-    parent = f"{main.__spec__.parent}." if main.__spec__ is not None and main.__spec__.parent else ""
+    spec = getattr(main, "__spec__", None)  # %reset of IPython takes it
+    parent = f"{spec.parent}." if spec is not None and spec.parent else ""
     method = {_METHOD: "forkserver"} if sys.platform == "linux" else {}
     with swapped((main, "__spec__", ModuleSpec(f"{parent}__main__", None))), dask.config.set(method):
         if method:

@@ -246,10 +246,12 @@ class VariablesThere:
         homes, found, pulled = await self.copies(variables, at, unheard=True)
         values = {variable.key: _joined(homes[variable.key], found) for variable in variables}
         with torch.no_grad(), self.held.showing:
-            for variable in variables:
-                if variable in self.held:  # else the cluster was closed meanwhile: its value is here
-                    lazy_memory.assign(variable.kept, values[variable.key])
-                    self.held.same(variable)
+            there = [variable for variable in variables if variable in self.held]  # else closed: its value is here
+            # looked up before any is assigned: what a look-up makes of one slot may depend on another, such as a count
+            for variable, kept_here in zip(there, [variable.kept for variable in there], strict=True):
+                lazy_memory.assign(kept_here, values[variable.key])
+            for variable in there:
+                self.held.same(variable)
             if self.engine.lost is None:  # else none of the values is here
                 self.engine.shown(pulled)
                 if self._queues is not None:
