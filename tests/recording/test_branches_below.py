@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,3 +184,28 @@ def test_a_step_in_pieces_looks_at_the_branches_of_its_values() -> None:
         chosen = largest(x)
     with tfnb.Session(graph).step([chosen], [x]) as step, pytest.raises(BranchChanged):
         step.fetch(chosen, {x: -LARGE})
+
+
+CLIPPED = """
+import torch, tfnb
+
+def clip():
+    global y
+    if y.sum() > 10:
+        y = y / 2
+
+with tfnb.record():
+    x = tfnb.placeholder(torch.ones(2))
+    y = x * 2
+    clip()
+    z = y + 1
+"""
+
+
+def test_a_name_that_a_function_would_have_given_away_is_a_choice(tmp_path: Path) -> None:
+    (tmp_path / "clipped.py").write_text(CLIPPED)
+    names = runpy.run_path(str(tmp_path / "clipped.py"), run_name="clipped")
+    for value in (names["y"], names["z"]):
+        assert tfnb.run(value, {names["x"]: torch.ones(2) * 2})[0] >= 4
+        with pytest.raises(BranchChanged):
+            tfnb.run(value, {names["x"]: torch.ones(2) * 9})

@@ -89,3 +89,22 @@ def test_a_number_outside_of_the_axis_is_an_error_of_the_run() -> None:
     ring.at.fill_(9)
     with pytest.raises(tfnb.errors.InvalidArgument, match=r"places|index"):
         tfnb.run([loss, written], {x: torch.ones(6)})
+
+
+DOORS = {
+    "step": lambda x, n: x[::n], "axis": lambda x, n: x.sum(n % 2), "list": lambda x, n: x * n.reshape(1).tolist()[0],
+    "number": lambda x, n: x * n.tolist(), "array": lambda x, n: x * float(n.numpy()),
+    "sections": lambda x, n: torch.tensor_split(x, n.reshape(1))[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_count_that_leaves_by_another_door_is_told(door: str) -> None:
+    """The graph has the number of the sample, and each run writes another one."""
+    net = nn.Module()
+    net.register_buffer("n", torch.tensor(1))
+    with pytest.warns(UserWarning, match="Python took the value of n, which this recording writes"), tfnb.record():
+        x = tfnb.placeholder(torch.ones(4, 3))
+        DOORS[door](x, net.n)
+        net.n += 1
+        tfnb.effects()

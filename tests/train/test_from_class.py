@@ -1104,3 +1104,38 @@ def test_parameters_of_a_module_and_numbers_as_keys_are_refused_in_a_step(kind: 
     with pytest.raises(Unsupported, match=text), tfnb.record():
         net(tfnb.placeholder(batches()[0])).sum().backward()
         optimizer.step()
+
+
+class Slow(torch.optim.Optimizer):
+    """Lookahead's slow weights, which are Parameters, made by the first step."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["slow"] = nn.Parameter(p.detach().clone())
+                p.add_(p.grad, alpha=-group["lr"])
+                state["slow"].lerp_(p, 0.5)
+                p.copy_(state["slow"])
+
+
+def test_a_first_step_may_make_parameters_of_the_weights():
+    torch.manual_seed(0)
+    net, data = nn.Linear(4, 2).double(), torch.randn(8, 4, dtype=torch.float64)
+    plain = copy.deepcopy(net)
+    mine, theirs = Slow(net.parameters()), Slow(plain.parameters())
+    with tfnb.record():
+        x = tfnb.placeholder(data)
+        net(x).square().mean().backward()
+        step = mine.step()
+    for _ in range(3):
+        theirs.zero_grad()
+        plain(data).square().mean().backward()
+        theirs.step()
+        tfnb.run(step, {x: data})
+    torch.testing.assert_close(net.weight, plain.weight, rtol=1e-13, atol=0)

@@ -99,6 +99,10 @@ def _new_parameter(original: Original) -> Any:
         rec = open_recording()
         if rec is None:
             return original(cls, data, requires_grad)
+        if isinstance(data, Tensor) and rec.inside:  # of a branch or loop, which every run makes anew
+            made = data.detach().clone().requires_grad_(requires_grad)
+            made._is_param = True  # for isinstance(p, torch.nn.Parameter)
+            return made
         with _disable_current_modes():
             plain = data.sample.detach().clone() if isinstance(data, Tensor) else data
             parameter = original(cls, plain, requires_grad)

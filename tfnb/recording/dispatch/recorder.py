@@ -37,7 +37,7 @@ from tfnb.recording.marks.scopes import Scopes, clean
 from tfnb.recording.overrides import higher_order
 from tfnb.recording.overrides.constructors import constructing, fixed
 from tfnb.recording.overrides.override_table import OVERRIDES, Stage
-from tfnb.recording.overrides.python_answers import guard_number, settle_size, stands_for_number
+from tfnb.recording.overrides.python_answers import counters_of, guard_number, settle_size, stands_for_number
 from tfnb.recording.values.outside_tensors import Outside
 from tfnb.recording.values.python_draws import NamedGenerator
 from tfnb.recording.values.samples import physical
@@ -325,6 +325,9 @@ class Recorder(TorchDispatchMode):
         if self.refuse is not None:
             self.refuse(how)
         source = self.where()
+        if isinstance(value, Tensor):
+            fresh = counters_of(self, self._entry(value).value) - self.tape.asked.keys()
+            self.tape.asked |= dict.fromkeys(fresh, source)
         where = f"{source.label} line {source.line} `{how}`" if source else how
         if isinstance(value, Tensor) and stands_for_number(self, self._entry(value).value):
             guard_number(self, value)

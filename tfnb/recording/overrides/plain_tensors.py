@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tfnb.errors import Unsupported
+from tfnb.graph.spec import flows
 from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.values.recording import Recording
 from tfnb.recording.values.tensor import Tensor
@@ -41,6 +42,10 @@ def _array(original: Callable[..., Any]) -> Callable[..., Any]:
     """The memory of a plain tensor as an array; torch would ask for a detached handle, and get a recorded one."""
 
     def to_numpy(rec: Recording, tensor: torch.Tensor, *args: object, **kwargs: object) -> Any:
+        if isinstance(tensor, Tensor):
+            return NotImplemented
+        if not flows(tensor.dtype) and (variable := rec.variable_of(tensor)) is not None:
+            rec.tape.asked.setdefault(variable, rec.where())
         with _disable_current_modes():
             return original(rec.outside.written(tensor), *args, **kwargs)
 
@@ -62,4 +67,5 @@ def _deepcopy(rec: Recording, tensor: Any, memo: Any) -> Any:
 
 
 override(Stage.FUNCTION, torch.Tensor.numpy)(_array(torch.Tensor.numpy))
+override(Stage.FUNCTION, torch.Tensor.tolist)(_array(torch.Tensor.tolist))
 override(Stage.FUNCTION, torch.Tensor.__array__)(_array(torch.Tensor.__array__))

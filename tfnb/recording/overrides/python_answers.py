@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from tfnb.errors import InvalidArgument, ShapeError
-from tfnb.graph import Value
+from tfnb.graph import Value, Variable
 from tfnb.graph.op_facts import Op, op_name
+from tfnb.graph.spec import flows
 from tfnb.recording.overrides.buffer_updates import batch_count
 from tfnb.recording.overrides.override_table import Stage, override
 from tfnb.recording.shapes.symbols import is_relation
@@ -71,6 +72,23 @@ def item(rec: Recording, tensor: torch.Tensor) -> Any:
 def _contains(rec: Recording, tensor: torch.Tensor, element: object) -> Any:
     """``element in tensor``: a recorded truth, which Python's ``in`` asks for its value, as an ``if`` does."""
     return (tensor == element).any() if isinstance(element, torch.Tensor | int | float | bool) else NotImplemented
+
+
+def counters_of(rec: Recording, value: Value) -> set[Variable]:
+    """The Variables of which a whole number or truth value is computed, by way of such alone."""
+    found: set[Variable] = set()
+    stack, seen = [value], {value}
+    while stack:
+        value = stack.pop()
+        node = rec.tape.by_id.get(value.node)
+        if node is None or flows(node.outputs[value.index].dtype):
+            continue
+        if node.op == "tfnb.read":
+            found.add(node.attrs["variable"])
+        new = {*node.inputs} - seen
+        seen |= new
+        stack.extend(new)
+    return found
 
 
 def stands_for_number(rec: Recording, value: Value) -> bool:

@@ -40,6 +40,7 @@ from tfnb.recording.writes.buffer_assignments import Rebound
 Function = Callable[..., Sequence[Any]]  # of recorded tensors, to tensors
 Result = TypeVar("Result")
 _SHOWN = 3  # names in a message
+_TRIES = 300  # recordings of a region, each of which met more tensors of outside that it writes
 AGAIN = "again"  # tag of a forward node's copy that gives more
 
 
@@ -125,7 +126,7 @@ def record_region(
     function asks for while it is recorded. fills: the caller joins the gradients that the region leaves in ``.grad``;
     else a region that changes one is refused.
     """
-    while True:
+    for _ in range(_TRIES):
         before = Savepoint(recorder)
         try:
             recorder.inside.append(before)
@@ -164,6 +165,10 @@ def record_region(
         before.undo()
         for meet in late:
             meet()
+    raise Unsupported(
+        "a branch, loop or function of the graph makes a tensor of state anew each time that it is recorded, and "
+        f"writes it in place: make it before{recorder.tape.at()}"
+    )
 
 
 def _refuse_lasting(recorder: Recording, before: Savepoint) -> None:
