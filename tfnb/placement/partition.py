@@ -289,14 +289,14 @@ class _Cut:
         shapes = {value: self._spec(value).shape for value in self.feeds}
         fed = {value for value, shape in shapes.items() if shape and not isinstance(shape[0], int)}  # the divided ones
         sizes = {symbol for value in fed for symbol in _first_symbols(shapes[value])}
-        shown = {symbol for value in self.feeds for symbol in self._spec(value).symbols}
+        of_feeds = {symbol for value in self.feeds for symbol in self._spec(value).symbols}
         hangs: set[int] = set()
         for node in self.state.nodes.values():
             at = _gradient_of(node)
             is_of_rows = any((v in fed or v.node in hangs) and i != at for i, v in enumerate(node.inputs))
             if is_of_rows or (at is None and not sizes.isdisjoint(node.symbols)):
                 hangs.add(node.id)
-                sizes.update({symbol for spec in node.outputs for symbol in spec.symbols} - shown)  # that data tell
+                sizes.update({symbol for spec in node.outputs for symbol in spec.symbols} - of_feeds)  # that data tell
         own = {t.value for t in transfers if t.kind == "value" and (t.value in fed or t.value.node in hangs)}
         joined = {t.value for t in transfers if t.kind in ("mean", "sum")}
         apart, summed, shown = list[str](), list[str](), list[str]()

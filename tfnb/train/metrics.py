@@ -39,7 +39,7 @@ class Metrics:
     """
 
     def __init__(self, names: Sequence[str], whole: Collection[str] = ()) -> None:
-        """whole: names of whole numbers, which are NaN only where the parts of a batch tell none."""
+        """whole: names of whole numbers. NaN stands for a value that parts of a batch do not tell."""
         self.names, self._whole = tuple(names), frozenset(whole)
         self.bad: list[Bad] = []
         self._fresh: list[tuple[int, StepReport]] = []  # that have values, each with its first step
