@@ -221,3 +221,12 @@ def test_a_loader_that_a_cell_unrolls_is_said_with_what_to_write(
     for note in notes:
         assert note.startswith("note: line 3: this `for` over a DataLoader was unrolled: 3 batches are ")
         assert "feeds=(x, y)" in note
+
+
+def test_a_name_of_a_loop_that_nobody_reads_hinders_no_run(notebook: Any) -> None:
+    loop = "y = x * 2\nfor i in range(int(y[0])):\n    y = y + i\nout = y"
+    notebook.ok(f"%%tfgraph loop\nx = tfnb.placeholder(torch.ones(2))\n{loop}")
+    names, fed = notebook.names, torch.full((2,), 0.1)
+    assert tfnb.run(names["out"], {names["x"]: fed}).tolist() == pytest.approx([0.2, 0.2])
+    with pytest.raises(BranchChanged, match=r"`i` has no value: it is first set in the loop of .*, which took no turn"):
+        tfnb.run(names["i"], {names["x"]: fed})

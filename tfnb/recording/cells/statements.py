@@ -33,6 +33,7 @@ _CURE = "`everything = tfnb.effects()` at the end of the block gives an Operatio
 LEFT = "left out"  # key of what is attached to a graph: notes of statements that belong to no step, not told yet
 _TAKEN = frozenset({"tfnb.placeholder", "tfnb.read", "tfnb.constant"})
 _GUARD = "tfnb.guard"
+_UNSET = "UnboundLocalError"  # of a name that a loop may not have set: it hangs on the value of the name alone
 _GIVES_STEP = re.compile(r"[\w.\[\]]+\.(step|minimize|apply_gradients)\([^;]*\)")
 
 
@@ -274,7 +275,10 @@ class _Block:
 
     def _give_guards(self) -> None:
         """Give guards to steps and to values above them. A guard runs those above it, so the last one comes first."""
-        guards = [node for node in reversed(self.new) if node.op == _GUARD]
+        guards = [
+            node for node in reversed(self.new)
+            if node.op == _GUARD and not node.attrs.get("raises", "").startswith(_UNSET)
+        ]  # fmt: skip
         for guard in guards if self.steps else ():
             self._give_to_step(guard)
         place, runs = self.contents.position, self._masks if guards else {}
