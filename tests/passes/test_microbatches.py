@@ -578,11 +578,12 @@ CHECKS = {"rows": (_rows_checked, 9.0), "state": (_state_checked, 3.0), "layer":
 
 
 @pytest.mark.parametrize("budget", [None, "1MB"])
-@pytest.mark.parametrize("place", [*CHECKS, "loss", "norm", "update"])
+@pytest.mark.parametrize("place", [*CHECKS, "loss", "norm", "update", "count"])
 def test_an_assertion_anywhere_is_asked_before_anything_is_written(place, budget):
     """Those of rows by each microbatch; those of averaged gradients, and of new values, once."""
     torch.manual_seed(6)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    net.register_buffer("count", torch.tensor(0.0))
     xs, ys = torch.randn(2, 6, 3, dtype=torch.float64)
     halves = []
     for rows in (slice(0, 3), slice(3, 6), slice(0, 6)):
@@ -604,11 +605,14 @@ def test_an_assertion_anywhere_is_asked_before_anything_is_written(place, budget
             assert loss < 50
         if place == "update":
             assert net[0].bias.sum() < 3
+        if place == "count":  # of no rows, and nothing of the step is computed of it
+            assert net.count < 3
     options = {"batch_size": 6, "shuffle": False, "microbatches": 2, "memory_budget": budget, "exact": False}
     assert tfnb.fit(step, {x: xs, y: ys}, **options).steps == 1
     if place in ("state", "update", "layer"):
         with torch.no_grad():
             net[0].bias.add_(9)
+    net.count.fill_(9 * (place == "count"))
     bad = (xs + 20 * (place == "rows"), ys + 1e3 * (place in ("loss", "norm")))
     before = copy.deepcopy(net.state_dict())
     with pytest.raises(BranchChanged):

@@ -177,9 +177,9 @@ class _Loop:
         return found
 
     def _guards(self, *, behind: bool) -> list[Value]:
-        """The guards that each microbatch asks, or those of averaged gradients and updates, asked once."""
-        guards = [node for node in self.state.nodes.values() if node.op == "tfnb.guard" and node.id in self.varying]
-        return [Value(node.id) for node in guards if self._is_behind(node) is behind]
+        """The guards that each microbatch asks, or those of no rows, of averaged gradients and updates, asked once."""
+        guards = [node for node in self.state.nodes.values() if node.op == "tfnb.guard"]
+        return [Value(n.id) for n in guards if (n.id not in self.varying or self._is_behind(n)) is behind]
 
     @cached_property
     def borders(self) -> list[Value]:
