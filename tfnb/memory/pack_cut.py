@@ -8,7 +8,7 @@ what enters it (S-196); the last pack's forward is a part of its backward. What 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -57,7 +57,7 @@ class PackCut:
 
     def __init__(self, step: StepGraph, packing: LayerPacks | None = None) -> None:
         self.step, self.state = step, resolve(step.graph, step.feeds)
-        nodes = tuple(map(self._unordered, self.state.nodes.values()))
+        nodes = tuple(_unordered(self.state.nodes.values()))
         self._layer = layers(nodes)
         self.layers = 1 + max(self._layer.values(), default=0)
         self.packing = packing or one_each(self.layers)
@@ -69,12 +69,6 @@ class PackCut:
         self._gradient: set[int] = set()  # nodes that depend on a derivative
         for node in nodes:
             self._place(node)
-
-    def _unordered(self, node: Node) -> Node:
-        """The node, not ordered behind guards, nor before: those of all packs are asked before the step writes."""
-        guards = {other.id for other in self.state.nodes.values() if other.op == "tfnb.guard"}
-        control, effects = (tuple(i for i in ids if i not in guards) for ids in (node.control, node.effects))
-        return replace(node, control=control, effects=effects)
 
     def _fed(self) -> list[Node]:
         fed = dict.fromkeys(v.node for v in self.step.feeds if v.node not in self.state.nodes)
@@ -203,3 +197,11 @@ class PackCut:
 def _at(node: Node | None) -> str:
     """The line of a node, for the end of an error."""
     return f"  {node.source}" if node is not None and node.source else ""
+
+
+def _unordered(nodes: Collection[Node]) -> Iterator[Node]:
+    """The nodes without an order by guards: those of all packs are asked before the step writes anything."""
+    guards = {node.id for node in nodes if node.op == "tfnb.guard"}
+    for node in nodes:
+        control, effects = (tuple(i for i in ids if i not in guards) for ids in (node.control, node.effects))
+        yield replace(node, control=control, effects=effects) if guards else node

@@ -131,6 +131,8 @@ def look(
         watched = {v: str(ways[v]) for v in found.watched if ways[v] in _SHOWN}
         seen = _Comparing(step, found, count, watched, room, who).first(batches)
     except (DeadlineExceeded, ResourceExhausted, torch.OutOfMemoryError) as error:
+        if not who.instead:
+            return Observation(tuple(notes))
         why = error.message if isinstance(error, DeadlineExceeded) else "this process has not the memory for it"
         return Observation((*notes, f"{unseen}: {why}. {_TURNED_OFF}"))
     except Exception:  # of the step: it will say so itself, with its line

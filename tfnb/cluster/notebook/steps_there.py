@@ -477,9 +477,8 @@ class Steps:
         seen = divided_rows.look(step, placed.placement.homes, tasks, whole, who)
         if seen.is_settled:
             known[key] = seen.is_mean
-        notes = (
-            seen.notes if seen.is_mean or who is not divided_rows.SUMMING else seen.notes[-1:]
-        )  # batch norm is exact then, too
+        is_summed = who is divided_rows.SUMMING and not seen.is_mean
+        notes = seen.notes[-1:] if is_summed else seen.notes  # batch norm is exact then, too
         return source, notes, seen.is_mean
 
     def _looked_further(
