@@ -9,7 +9,8 @@ import torch
 
 import tfnb
 from tests.control_flow.random_programs import python_branch
-from tfnb.errors import InvalidArgument, ShapeError
+from tfnb.errors import InvalidArgument, ShapeError, Unsupported
+from tfnb.recording.subgraphs import capture
 
 
 @pytest.mark.parametrize("value", [3.0, -3.0])
@@ -91,3 +92,11 @@ def test_a_tensor_of_a_branch_is_not_there_outside() -> None:
         tfnb.cond(x.sum() > 0, lambda: leaked.append(x * 2) or x, lambda: x)
         with pytest.raises(tfnb.errors.InvalidArgument, match="is inside of a branch"):
             leaked[0] + 1
+
+
+def test_a_branch_that_is_recorded_again_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "_TRIES", 0)
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(2))
+        with pytest.raises(Unsupported, match="makes a tensor of state anew each time that it is recorded"):
+            tfnb.cond(x.sum() > 0, lambda: x + 1, lambda: x - 1)

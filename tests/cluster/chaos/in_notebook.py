@@ -19,6 +19,7 @@ import torch
 
 import tfnb
 from tests.cluster.alone.history import amount, runs
+from tfnb.cluster import connected
 from tfnb.errors import NotFound
 from tfnb.state import checkpoint
 from tfnb.state.checkpoint_folder import newest
@@ -215,8 +216,8 @@ def main(to: Connection, address: str, folder: Path, first: int) -> None:
                 mine = folder / f"{number}"
                 mine.mkdir(exist_ok=True)
                 trained(tell, cluster, mine, number)
-                if (folder / "stop").exists():
-                    return
+                if (folder / "stop").exists() or connected.connected() is None:
+                    return  # a scheduler lost between two trainings ends the cluster: the next one would go on here
     except BaseException:
         if not tell.is_training:
             tell("failed", message=traceback.format_exc())

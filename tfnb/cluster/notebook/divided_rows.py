@@ -145,8 +145,9 @@ def look(
 def _of_no_count(node: Node, who: Dividers) -> str:
     """The note on a watched whole number that cannot be joined."""
     return (
-        f"{node.source or node.name}: {node.name} is fetched or watched, and is a whole number that is no count, so "
-        f"that those of the {who.parts}' rows tell none for all rows. NaN is shown; tfnb.fit with exact=True has it"
+        f"{node.source or node.name}: {node.name} is fetched or watched, and is a whole number that is no count: its "
+        f"value for all rows cannot be joined from its values for those of {who.parts}. NaN is shown; mode='sync' with "
+        "exact=True has the value"
     )
 
 
