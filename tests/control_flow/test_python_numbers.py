@@ -222,7 +222,7 @@ def test_the_guard_names_its_line() -> None:
 
 
 def test_outside_of_staged_code_the_samples_number_is_taken_and_noted() -> None:
-    with tfnb.record() as graph:
+    with pytest.warns(UserWarning, match="took the sample"), tfnb.record() as graph:
         x = tfnb.placeholder(torch.ones(3), name="x")
         y = x * x.sum().item()
     assert tfnb.run(y, {x: torch.zeros(3) + 2}).tolist() == [6.0] * 3

@@ -104,6 +104,7 @@ def _frozen(x: torch.Tensor) -> torch.Tensor:
     return x * float(x.sum())
 
 
+@pytest.mark.filterwarnings("ignore:.*took the sample")
 def test_a_value_frozen_while_recording_is_found() -> None:
     sample, fresh = _Sample(torch.ones(3)), _Sample(torch.full((3,), 2.0))
     assert checks.records(_Entry(_frozen), sample) is None

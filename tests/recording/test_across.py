@@ -63,6 +63,7 @@ def test_a_plain_tensor_that_a_cell_writes_is_of_no_other_cell() -> None:
     assert tfnb.run(notebook.names["k"]).tolist() == [2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:.*took the sample")
 def test_a_view_shown_within_the_cell_is_of_now() -> None:
     with tfnb.record():
         y = tfnb.placeholder(torch.ones(3)) * 2
@@ -122,6 +123,7 @@ def test_a_tensor_of_another_graph_is_a_constant_with_the_numbers_of_its_sample_
     torch.testing.assert_close(tfnb.Session(g).run(w, {z: ones}), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*does not write into a plain tensor")
 def test_facts_of_another_graphs_tensor_want_no_sample_and_out_does_not_write_into_it():
     with tfnb.record("other"):
         x = tfnb.placeholder(torch.rand(4, 3))

@@ -209,3 +209,94 @@ def test_a_name_that_a_function_would_have_given_away_is_a_choice(tmp_path: Path
         assert tfnb.run(value, {names["x"]: torch.ones(2) * 2})[0] >= 4
         with pytest.raises(BranchChanged):
             tfnb.run(value, {names["x"]: torch.ones(2) * 9})
+
+
+HELD = """
+import functools, sys, torch, tfnb
+
+def give(value):
+    global y
+    y = value
+
+class Kind:
+    @classmethod
+    def clip(cls):
+        global y
+        y = y / 2
+
+    @property
+    def clipped(self):
+        global y
+        y = y / 2
+
+def by_text():
+    globals()["y"] = torch.zeros(2)
+
+def by_keyword():
+    globals().update(y=torch.zeros(2))
+
+@functools.lru_cache
+def kept():
+    global y
+    y = torch.zeros(2)
+
+calls = {
+    "partial": functools.partial(give, torch.zeros(2)), "classmethod": Kind.clip, "cache": kept,
+    "property": lambda held=Kind(): held.clipped,
+    "text": by_text, "keyword": by_keyword,
+}
+call = calls[KIND]
+del give, Kind, by_text, by_keyword, kept, calls
+
+with tfnb.record():
+    x = tfnb.placeholder(torch.ones(2))
+    y = x * 2
+    if x.sum() > 10:
+        call()
+    z = y + 1
+"""
+
+
+@pytest.mark.parametrize("kind", ["partial", "classmethod", "property", "cache", "text", "keyword"])
+def test_a_name_that_a_held_function_would_have_given_away_is_a_choice(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "held.py").write_text(HELD)
+    with pytest.warns(UserWarning, match="took the False branch"):
+        names = runpy.run_path(str(tmp_path / "held.py"), {"KIND": kind}, run_name="held")
+    assert tfnb.run(names["y"], {names["x"]: torch.ones(2) * 2})[0] == 4
+    with pytest.raises(BranchChanged):
+        tfnb.run(names["y"], {names["x"]: torch.ones(2) * 9})
+
+
+def test_a_name_of_the_blocks_function_that_an_inner_one_gives_away_is_a_choice() -> None:
+    def clip() -> None:
+        nonlocal y
+        y = y / 2
+
+    held = [clip]
+    with pytest.warns(UserWarning, match="took the False branch"), tfnb.record():
+        x = tfnb.placeholder(torch.ones(2))
+        y = x * 2
+        if x.sum() > 10:
+            held[0]()
+    assert tfnb.run(y, {x: torch.ones(2) * 2})[0] == 4
+    with pytest.raises(BranchChanged):
+        tfnb.run(y, {x: torch.ones(2) * 9})
+
+
+def test_a_name_that_an_inner_function_of_another_one_gives_away_is_no_choice() -> None:
+    def other() -> None:
+        y = 1
+
+        def inner() -> None:
+            nonlocal y
+            y = 2
+
+        inner()
+
+    other()
+    with pytest.warns(UserWarning, match="took the False branch"), tfnb.record():
+        x = tfnb.placeholder(torch.ones(2))
+        y = x * 2
+        z = y * 1 if x.sum() > 10 else y * 2
+    assert tfnb.run(z, {x: torch.ones(2)})[0] == 4
+    assert tfnb.run(y, {x: torch.ones(2) * 9})[0] == 18

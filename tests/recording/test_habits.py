@@ -174,7 +174,7 @@ LEAVES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", LEAVES)
 def test_what_leaves_the_graph_is_noted(name: str) -> None:
-    with tfnb.record() as graph:
+    with pytest.warns(UserWarning, match="took the sample"), tfnb.record() as graph:
         y = tfnb.placeholder(SAMPLE, shape=tuple(SAMPLE.shape)) * 2
         got = LEAVES[name](y)
     assert type(got) in (torch.Tensor, np.ndarray) and torch.equal(torch.as_tensor(got), SAMPLE * 2)
@@ -193,7 +193,7 @@ def test_nothing_reads_or_writes_the_memory_that_is_not_there(call: Callable[[to
                          ids=["deepcopy", "clone"])  # fmt: skip
 def test_a_parameter_copied_in_a_recording_is_said_to_be_copied_once(copied: Callable[[nn.Module], Any]) -> None:
     model = nn.Linear(3, 3)
-    with tfnb.record() as graph:
+    with pytest.warns(UserWarning, match="is a copy of another one"), tfnb.record() as graph:
         x = tfnb.placeholder(SAMPLE)
         twin = copied(model)
         y = x @ (twin.weight if isinstance(twin, nn.Module) else twin)
@@ -201,7 +201,7 @@ def test_a_parameter_copied_in_a_recording_is_said_to_be_copied_once(copied: Cal
 
 
 def test_an_error_of_the_samples_that_the_program_catches_is_said() -> None:
-    with tfnb.record() as graph:
+    with pytest.warns(UserWarning, match="the program caught"), tfnb.record() as graph:
         x = tfnb.placeholder(-torch.eye(2), shape=(2, 2))
         try:
             y = torch.linalg.cholesky(x)
@@ -212,6 +212,7 @@ def test_an_error_of_the_samples_that_the_program_catches_is_said() -> None:
 
 
 @pytest.mark.parametrize("array", [lambda y: y.numpy(), np.asarray, lambda y: y.detach().cpu().numpy()])
+@pytest.mark.filterwarnings("ignore:.*took the sample")
 def test_numpy_does_not_write_into_a_recorded_tensor(array: Callable[[torch.Tensor], Any]) -> None:
     with tfnb.record():
         y = tfnb.placeholder(SAMPLE, shape=tuple(SAMPLE.shape)) * 2
@@ -222,6 +223,7 @@ def test_numpy_does_not_write_into_a_recorded_tensor(array: Callable[[torch.Tens
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.filterwarnings("ignore:no input of checkpoint")
+@pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint around a write")
 def test_running_statistics_in_a_checkpoint_are_said_to_move_once(reentrant: bool) -> None:
     body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with tfnb.record() as graph:

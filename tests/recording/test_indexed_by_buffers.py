@@ -99,6 +99,7 @@ DOORS = {
 
 
 @pytest.mark.parametrize("door", DOORS)
+@pytest.mark.filterwarnings("ignore:.*took the sample")
 def test_a_count_that_leaves_by_another_door_is_told(door: str) -> None:
     """The graph has the number of the sample, and each run writes another one."""
     net = nn.Module()

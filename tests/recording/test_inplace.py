@@ -226,6 +226,7 @@ def test_a_fed_tensor_may_lie_in_memory_in_any_way() -> None:
     assert torch.equal(session.run(y, {middle: torch.ones(4, 3)}), torch.ones(12))
 
 
+@pytest.mark.filterwarnings("ignore:.*does not write into a plain tensor")
 def test_plain_tensors_that_share_memory() -> None:
     whole = torch.zeros(4)
     part, later = whole[1:3], whole[2:]

@@ -155,7 +155,7 @@ def pairs(**options: Any) -> Batches[Any]:
     "options", [{"batch_size": 4}, {"batch_size": 4, "shuffle": True}, {"batch_size": None}], ids=str
 )
 def test_a_batch_that_a_loader_makes_in_a_cell_is_data_of_outside(options: dict[str, Any]) -> None:
-    with tfnb.record() as graph:
+    with pytest.warns(UserWarning, match="a batch of a DataLoader"), tfnb.record() as graph:
         rows, firsts = next(iter(pairs(**options)))
         total = rows.sum() + firsts.sum()
     assert {node.op for node in graph.nodes} <= {
@@ -192,6 +192,7 @@ class Kept(torch.utils.data.Dataset[torch.Tensor]):
         return self.rows[i]
 
 
+@pytest.mark.filterwarnings("ignore:.*a batch of a DataLoader")
 def test_a_dataset_that_keeps_its_rows_serves_further_batches_here_and_outside() -> None:
     data = Kept()
     for _ in range(2):

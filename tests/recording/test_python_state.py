@@ -675,6 +675,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("how", KEPT)
+@pytest.mark.filterwarnings("ignore:.*does not write into a plain tensor")
 def test_state_that_python_keeps_is_said(how: str) -> None:
     net = Keeps.by(how)
     with (
@@ -685,7 +686,7 @@ def test_state_that_python_keeps_is_said(how: str) -> None:
         tfnb.record(),
     ):
         y = net(tfnb.placeholder(X))
-    assert y is not None and len(said) == 1
+    assert y is not None and sum("keeps its attribute" in str(each.message) for each in said) == 1
 
 
 @pytest.mark.parametrize("how", ["buffer", "output", "cache", "losses"])

@@ -289,6 +289,7 @@ def test_a_gradient_that_is_added_up_by_hand_is_told_in_a_cell() -> None:
         assert any("nothing in this block clears .grad" in note for note in graph.notes) is is_told
 
 
+@pytest.mark.filterwarnings("ignore:.*the zeroed .grad of")
 def test_a_zeroed_gradient_that_only_some_runs_compute_is_told() -> None:
     one, two = (nn.Parameter(torch.ones(3)) for _ in range(2))
     opt = torch.optim.SGD([one, two], lr=0.1, momentum=0.9)

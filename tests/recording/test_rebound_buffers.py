@@ -119,6 +119,7 @@ def test_every_way_of_rebinding_is_an_assignment(way: Program, staged: bool) -> 
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint around a write")
 def test_a_parent_rebinds_a_buffer_of_its_child(way: Program) -> None:
     check(call, lambda: Parent(way))
 
@@ -273,6 +274,7 @@ def converted_to_what_it_is(m: Any, x: torch.Tensor) -> torch.Tensor:
     state_dicts, lent, converted_to_what_it_is,
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*written by hand")  # by load_state_dict, which no step runs
+@pytest.mark.filterwarnings("ignore:.*took the sample")
 def test_names_of_tensors_mean_what_they_mean_in_torch(program: Program) -> None:
     check(program)
 

@@ -55,7 +55,7 @@ def test_factories_and_random_calls_become_nodes() -> None:
 
 def test_plain_zeros_written_with_recorded_values_stay_in_the_graph() -> None:
     outside = torch.zeros(4, 8)
-    with tfnb.record():
+    with pytest.warns(UserWarning, match="does not write into a plain tensor"), tfnb.record():
         x = tfnb.placeholder(torch.ones(4, 8), shape=(4, 8))
         outside.add_(x)
         y = outside * 2
@@ -161,7 +161,7 @@ def test_what_torch_says_of_sizes_has_the_letters_of_the_user(call: Any, words: 
 
 
 def test_values_that_leave_are_noted_once_with_their_line() -> None:
-    with tfnb.record() as g:
+    with pytest.warns(UserWarning, match="took the sample"), tfnb.record() as g:
         x = tfnb.placeholder(torch.arange(4.0))
         y = x * float(x.sum())
         z = x + x.max().item()
@@ -382,7 +382,7 @@ def test_attention_without_dropout_is_not_random() -> None:
 
 def test_the_number_of_a_buffer_leaves_the_graph_with_a_note() -> None:
     count = nn.BatchNorm1d(3)
-    with tfnb.record() as g:
+    with pytest.warns(UserWarning, match="took the sample"), tfnb.record() as g:
         x = count(tfnb.placeholder(torch.randn(4, 3)))
         y = x / float(count.num_batches_tracked)
     assert len(g.notes) == 1 and "item()" in g.notes[0]
@@ -433,7 +433,7 @@ def test_dropout_between_recurrent_layers_is_drawn_in_each_run(layer: type[nn.Mo
 
 def test_the_memory_of_a_plain_tensor_is_read_as_it_is() -> None:
     data, written = torch.arange(3.0), torch.zeros(3)
-    with tfnb.record():
+    with pytest.warns(UserWarning, match="took the sample|does not write"), tfnb.record():
         assert data.numpy().tolist() == np.asarray(data).tolist() == [0, 1, 2]
         x = tfnb.placeholder(torch.ones(3), shape=(3,))
         written += x
@@ -483,3 +483,22 @@ def test_whether_a_tensor_holds_an_element_is_guarded(found: Callable[..., bool]
     assert tfnb.run(z, {a: x, b: y}).tolist() == [20, 20]
     with pytest.raises(BranchChanged):
         tfnb.run(z, {a: x - 1, b: y * 0})
+
+
+@pytest.mark.parametrize("ask", [
+    lambda x: (x > 0).all().item(), lambda x: (x.sum() > 0).item() is True, lambda x: x.gt(0).any().item() == 1,
+], ids=["item", "is", "equal"])  # fmt: skip
+def test_a_truth_value_taken_as_a_number_is_a_branch(ask: Any) -> None:
+    with pytest.warns(UserWarning, match="took the True branch"), tfnb.record():
+        x = tfnb.placeholder(torch.ones(4))
+        y = x * 2 if ask(x) else x * 3
+    assert torch.equal(tfnb.run(y, {x: torch.ones(2)}), torch.full((2,), 2.0))
+    with pytest.raises(tfnb.errors.BranchChanged, match="recorded with True"):
+        tfnb.run(y, {x: -torch.ones(2)})
+
+
+def test_a_number_that_is_the_same_in_every_run_says_nothing() -> None:
+    with tfnb.record() as g:
+        x = tfnb.placeholder(torch.ones(4))
+        y = x * torch.arange(3.0).sum().item()
+    assert g.notes == () and tfnb.run(y, {x: torch.ones(2)}).tolist() == [3, 3]

@@ -388,6 +388,7 @@ def test_backward_hooks_of_modules_are_refused_where_they_would_count(register: 
 # -- modules made and changed in a cell -------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*is a copy of another one")
 def test_a_module_made_converted_and_copied_in_a_recording() -> None:
     with tfnb.record() as graph:
         x = tfnb.placeholder(DATA.double())
@@ -402,6 +403,7 @@ def test_a_module_made_converted_and_copied_in_a_recording() -> None:
     torch.testing.assert_close(tfnb.run(grads, {x: OTHER.double()}), [p.grad for p in layer.parameters()])
 
 
+@pytest.mark.filterwarnings("ignore:.*is a copy of another one")
 def test_a_copy_of_a_module_of_outside_has_variables_of_its_own() -> None:
     model = made(network)
     with tfnb.record() as graph:

@@ -201,7 +201,7 @@ def test_a_branch_inside_of_a_loop_that_leaves_a_parameter_out_is_noted() -> Non
                 x = x + 1
         return x.square().mean()
 
-    with tfnb.record() as graph:
+    with pytest.warns(UserWarning, match="leaves a Parameter out"), tfnb.record() as graph:
         x, k = tfnb.placeholder(data(3)[0]), tfnb.placeholder(torch.tensor(2))
         looped(x, k).backward()
     assert any("leaves a Parameter out" in note and "momentum" in note for note in graph.notes)
@@ -288,6 +288,7 @@ def rows(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("loss_of", [metric, teacher, halting, gate, detached, decides, carried, rows])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.filterwarnings("ignore:.*a branch decides whether there is a .grad")
 def test_a_loop_or_branch_that_passes_a_parameter_no_gradient_leaves_it(loss_of: Any, kind: Any) -> None:
     data = torch.linspace(-1, 1.3, 15).view(5, 3)
     settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}

@@ -118,7 +118,7 @@ def _read_grad(state: AutogradState, tensor: torch.Tensor) -> torch.Tensor | Non
     """``.grad``, with a note where a branch decides about the gradient: the user's code may ask whether it is None."""
     found = state.grad(tensor)
     if found is not None and state.present(state.holder(tensor)) is not None and not is_foreign(_caller()):
-        state.recorder.note(
+        state.recorder.warn(
             "a branch decides whether there is a .grad: in runs where plain PyTorch has None it reads as zeros here, "
             "and `is None` is answered as if it was there. In such runs an optimizer leaves the Parameter as it is"
         )

@@ -86,7 +86,7 @@ class _Paths:
         )
         walk.reach(body.contents.nodes)
         if any(_divides(each, walk) for each in body.contents.nodes):
-            self.recorder.note(
+            self.recorder.warn(
                 "a branch inside of a loop leaves a Parameter out in some runs: plain PyTorch has no gradient of it "
                 "then, and its optimizer leaves it; here the gradient is 0, and momentum or weight decay may move it"
             )

@@ -108,7 +108,7 @@ def _new_parameter(original: Original) -> Any:
             parameter = original(cls, plain, requires_grad)
         rec.born[parameter] = not isinstance(data, Tensor) or not rec.tape.is_computed(rec.look(data).value)
         if isinstance(data, Tensor) and _is_copy(rec, data):
-            rec.note(
+            rec.warn(
                 "a Parameter that is made here is a copy of another one as of this recording: each run goes on with "
                 "what the last one left in it. To begin each run with the values of now, compute with clones "
                 "(torch.func.functional_call), or copy them here: `p.copy_(q)` under torch.no_grad()"

@@ -6,7 +6,6 @@ All or nothing: contents are swapped in only when the block ended without an exc
 from __future__ import annotations
 
 import ast
-import dis
 import linecache
 import sys
 import threading
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
-from types import CodeType, FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from tfnb.recording.cells.feed_keys import keep_keys, keys_of
 from tfnb.recording.cells.new_contents import Replacement, drop_unreachable_data, replaced
 from tfnb.recording.cells.size_letters import substitute, unified_guards
 from tfnb.recording.cells.statements import LEFT, Note, attached
+from tfnb.recording.cells.stored_names import stored_by_functions, stored_from
 from tfnb.recording.cells.type_questions import notes_of_types
 from tfnb.recording.dispatch.function_mode import Functions
 from tfnb.recording.dispatch.module_hooks import follow_modules
@@ -57,7 +57,6 @@ from tfnb.recording.torch_patches import surroundings
 from tfnb.recording.values.python_draws import held_generators
 from tfnb.recording.values.tensor import Operation, Tensor
 
-_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _UNUSED = "it holds data that nothing recorded uses, which is not kept: use .sample, or make it a tfnb.constant"
 _UNKNOWN_LINE = "a line that is not known"
 _graphs: dict[str, Graph] = {}
@@ -246,8 +245,8 @@ def _opened(
 ) -> Iterator[Recorder]:
     """An open recording, and its commit. listed: the graph takes its name. failed, body: see `record_cell`.
 
-    is_cell: the notebook shows the notes. Elsewhere those of what no run does are warnings, in a block without a step
-    once a run leaves it out.
+    is_cell: the notebook shows the notes. Elsewhere those of how runs differ from plain PyTorch are warnings; of
+    what no run does, in a block without a step, once a run leaves it out.
     """
     __tracebackhide__ = True
     _check_device(device)
@@ -280,6 +279,8 @@ def _opened(
             with _lock:
                 _graphs.pop(graph.name, None)
                 _graphs[graph.name] = graph
+        for said in () if is_cell else recorder.tape.differing:
+            warnings.warn(said, stacklevel=user_level(None))
         for note in () if is_cell else lost:
             if not note.nodes and not note.is_quiet:
                 warnings.warn(str(note), stacklevel=user_level(None))
@@ -410,7 +411,7 @@ def _commit(
         nodes = [substitute(_explained(node, fixed), sizes) for node in nodes]
     nodes, lost = attached(
         recorder.tape.kept, nodes, _user_held(recorder, named, names), recorder.tape.everything, recorder.tape.calls,
-        _choices(recorder, body, names),
+        _choices(recorder, body),
     )  # fmt: skip
     lost += [Note(*each) for each in (*recorder.python.kept(), *recorder.carried.notes())]
     if not recorder.is_cell and recorder.stop is not None:
@@ -489,43 +490,21 @@ def _user_held(recorder: Recorder, bound: set[int], names: Mapping[str, Any]) ->
     return tensors | bound | {op.value.node for op in recorder.operations}
 
 
-def _choices(recorder: Recorder, body: Sequence[ast.stmt], names: Mapping[str, Any]) -> dict[int, frozenset[int]]:
+def _choices(recorder: Recorder, body: Sequence[ast.stmt]) -> dict[int, frozenset[int]]:
     """By guard: the nodes among which its branch cannot have chosen.
 
     Each had all of its names before, and no statement from the asking one on, and no function of the user's, would have
     given one of these away.
     """
     now, by_id = recorder.named_nodes(), {node.id: node for node in recorder.new}
-    by_functions = _stored_by_functions(names) if recorder.tape.named_above else set()
+    space = recorder.python.namespace if recorder.tape.named_above else None
+    by_functions = set() if space is None else stored_by_functions(space)
     found: dict[int, frozenset[int]] = {}
     for guard, above in recorder.tape.named_above.items():
         source = by_id[guard].source if guard in by_id else None
-        given = by_functions | _stored_from(body, None if source is None else source.line)
+        given = by_functions | stored_from(body, None if source is None else source.line)
         loose = {node for _, node in now - above} | {node for name, node in now if name in given}
         found[guard] = frozenset(node for _, node in now & above if node not in loose)
-    return found
-
-
-def _stored_from(body: Sequence[ast.stmt], line: int | None) -> set[str]:
-    """The names that the statement of a block at this line, or one below it, gives to a value."""
-    below = [statement for statement in body if line is not None and (statement.end_lineno or 0) >= line]
-    nodes = (node for statement in below for node in ast.walk(statement))
-    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-
-
-def _stored_by_functions(names: Mapping[str, Any]) -> set[str]:
-    """The names that functions and methods of a namespace declare ``global``, and give to values."""
-    module = names.get("__name__")
-    kinds = [value for value in names.values() if isinstance(value, type) and value.__module__ == module]
-    owned = [*names.values(), *(member for kind in kinds for member in vars(kind).values())]
-    functions = [value for value in owned if isinstance(value, FunctionType)]
-    codes = [value.__code__ for value in functions if value.__globals__.get("__name__") == module]
-    found: set[str] = set()
-    while codes:
-        code = codes.pop()
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        if _STORE_GLOBAL in code.co_code[::2]:
-            found |= {each.argval for each in dis.get_instructions(code) if each.opcode == _STORE_GLOBAL}
     return found
 
 

@@ -122,7 +122,7 @@ def _samples_of(
             raise
         if rec.entered:
             rec.tape.drop_last()
-            rec.note(
+            rec.warn(
                 f"{op_name(func)} failed for the sample's values, and the program caught the error: each run goes on "
                 "as this recording did, also where it would not fail"
             )

@@ -128,7 +128,8 @@ class Recorder(TorchDispatchMode):
             is_old = tensor._seen != base.version and not base.entry.lost
             if is_old and not self.tape.is_earlier(base.entry.value):
                 self._refresh(tensor)
-        self.tape.notes += fixed_batches(self.tape.fixed)
+        for note in fixed_batches(self.tape.fixed):
+            self._tell(note, warns=True)
         warn_of_written(self.tape.asked, self.new)
 
     def leave(self) -> None:
@@ -321,21 +322,26 @@ class Recorder(TorchDispatchMode):
     # -- what leaves the graph --------------------------------------------------------------------------------
 
     def escaped(self, value: Any, how: str) -> None:
-        """A value was read while recording: the number is a constant of the graph, with a guard in staged code."""
+        """A value was read while recording: the number is a constant of the graph, with a guard in staged code.
+
+        Nothing is said of a value that is the same in every run.
+        """
         if self.refuse is not None:
             self.refuse(how)
+        if isinstance(value, Tensor) and self.tape.is_fixed(self._entry(value).value):
+            return
         source = self.where()
         if isinstance(value, Tensor):
             fresh = counters_of(self, self._entry(value).value) - self.tape.asked.keys()
             self.tape.asked |= dict.fromkeys(fresh, source)
         where = f"{source.label} line {source.line} `{how}`" if source else how
-        if isinstance(value, Tensor) and stands_for_number(self, self._entry(value).value):
+        is_guarded = isinstance(value, Tensor) and stands_for_number(self, self._entry(value).value)
+        if is_guarded:
             guard_number(self, value)
             where += " needs the number itself: a run must have the sample's, and"
         asked = asked_in(source, self.stop)
         note = f"{where} took the sample's value, so what Python makes of it is the same in every run{asked}"
-        if note not in self.tape.notes:
-            self.tape.notes.append(note)
+        self._tell(note, warns=not is_guarded)
 
     def is_taken(self, tensor: Tensor) -> bool:
         """Whether a recorded tensor stands for a Python number that staged code took."""
@@ -351,10 +357,20 @@ class Recorder(TorchDispatchMode):
 
     def note(self, text: str) -> None:
         """Something to be said once about this line."""
+        self._tell(self._at(text), warns=False)
+
+    def warn(self, text: str) -> None:
+        """A note that runs differ from plain PyTorch by this line: a warning where no notebook shows notes."""
+        self._tell(self._at(text), warns=True)
+
+    def _at(self, text: str) -> str:
         source = self.where()
-        note = f"{f'{source.label} line {source.line}' if source else 'recording'}: {text}"
+        return f"{f'{source.label} line {source.line}' if source else 'recording'}: {text}"
+
+    def _tell(self, note: str, *, warns: bool) -> None:
         if note not in self.tape.notes:
             self.tape.notes.append(note)
+            self.tape.differing += [note] * warns
 
     def guard(
         self, tensor: torch.Tensor, outcome: bool, raises: str | None = None, lacks: str | None = None,

@@ -129,7 +129,7 @@ class CarriedGradients:
         """Note that an update, which only some runs make, is one of a ``.grad`` that the block zeroes and keeps."""
         parameter = _parameter(variable)
         if parameter is not None and self._clear.get(parameter) == "zeroed":
-            self._rec.note(
+            self._rec.warn(
                 f"in plain PyTorch the zeroed .grad of {variable.name} is there from turn to turn, so that each step "
                 "updates it, by momentum and weight decay also where the loss does not reach it. Each run begins with "
                 "every .grad None, and leaves it as it is there: call opt.zero_grad() without set_to_none=False"

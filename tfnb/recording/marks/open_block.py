@@ -32,3 +32,6 @@ class OpenBlock(current.OpenRecording, Protocol):
 
     def note(self, text: str) -> None:
         """Something to be said once about this line."""
+
+    def warn(self, text: str) -> None:
+        """A note that runs differ from plain PyTorch by this line: a warning where no notebook shows notes."""

@@ -130,7 +130,7 @@ class PythonReads:
         attributes: frozenset[str] = frozenset(), keys: frozenset[str] = frozenset(),
         paths_set: frozenset[NameRead] = frozenset(), asks_in_block: bool = True,
     ) -> None:  # fmt: skip
-        self._rec, self._namespace = recording, namespace
+        self._rec, self.namespace = recording, namespace
         self._entered: dict[int, _ModuleVisit] = {}
         self._open: list[tuple[_ModuleVisit, int, int]] = []  # with the first id, and how many nodes there were
         self._updates: dict[torch.optim.Optimizer, set[int]] = {}
@@ -342,10 +342,10 @@ class PythonReads:
 
     def _names(self) -> Iterator[tuple[NameRead, Namespace, Any]]:
         """Names and paths that the block and functions of the program read, with the values that they had before."""
-        if self._namespace is not None:
+        if self.namespace is not None:
             for read, value in self._reads.items():
                 if not _is_plain(self._attributes.get(read, MISSING)):
-                    yield read, self._namespace, at_path(value, read.attribute)
+                    yield read, self.namespace, at_path(value, read.attribute)
         for (_, read), (namespace, value) in self._globals.items():
             yield read, namespace, value
 
@@ -474,7 +474,7 @@ class PythonReads:
         """Notes of numbers of an optimizer's param groups that the block reads."""
         paths = (p for p in self._reads if p.attribute.rpartition(".")[2] == "param_groups")
         owners = (NameRead(path.name, path.attribute.rpartition(".")[0]) for path in paths)
-        read = set() if self._namespace is None else {id(self._namespace.at(owner)) for owner in owners}
+        read = set() if self.namespace is None else {id(self.namespace.at(owner)) for owner in owners}
         for name, optimizer, before in self._groups.values():
             found = sorted(self._keys & {key for group in before for key in group})
             if found and id(optimizer) in read:
@@ -505,7 +505,7 @@ class PythonReads:
         paths = dict.fromkeys(path for state in self._states for path in state.paths("state"))
         for path in paths:
             owner = NameRead(path.name, path.attribute.rpartition(".")[0])
-            optimizer = None if self._namespace is None else self._namespace.at(owner)
+            optimizer = None if self.namespace is None else self.namespace.at(owner)
             if isinstance(optimizer, torch.optim.Optimizer):
                 yield CarriedState(
                     None,

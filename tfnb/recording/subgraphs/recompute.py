@@ -166,7 +166,7 @@ def _say_statistics(recorder: Recording, nodes: Sequence[Node]) -> None:
     """Note writes of buffers in a checkpoint, which plain PyTorch makes twice."""
     names = [node.attrs["variable"].name for node in nodes if node.op == "tfnb.assign" and "buffer" in node.tags]
     if names and torch.is_grad_enabled():
-        recorder.note(
+        recorder.warn(
             f"torch.utils.checkpoint around a write of {', '.join(names[:3])}{', ...' if names[3:] else ''}: plain "
             "PyTorch computes it again backwards, and so moves running statistics twice in a step; a run moves them "
             "once, as without the checkpoint"

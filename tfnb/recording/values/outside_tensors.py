@@ -138,7 +138,7 @@ class Outside:
             return
         if self._others(key):
             raise Unsupported(f"a write to a plain tensor that another cell uses{self._rec.tape.at()}{_INSTEAD}")
-        self._rec.note(
+        self._rec.warn(
             "a run does not write into a plain tensor of outside, and starts each time from what it held; make it a "
             "buffer or a tfnb.Variable to keep it"
         )

@@ -76,6 +76,7 @@ class TapeState:
     stands: dict[Variable, tuple[Value, ...]] = field(default_factory=dict)  # given to Variables inside of loops
     # what is said at the end
     notes: list[str] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)  # those of them that tell how runs differ from plain PyTorch
     staged: dict[str, int] = field(default_factory=dict)  # statements of the user's code that are staged: their lines
     derivatives: list[Derivative] = field(default_factory=list)
     calls: list[range] = field(default_factory=list)  # ids of the nodes of each outermost call of a module

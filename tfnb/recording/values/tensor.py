@@ -302,14 +302,22 @@ class Tensor(RecordedTensor):
 
     def __bool__(self) -> bool:
         __tracebackhide__ = True
+        return self._truth(sys._getframe(1))
+
+    def _truth(self, asking: FrameType) -> bool:
+        """The sample's truth value; an open recording has it as the answer to a branch that a frame asks."""
+        __tracebackhide__ = True
         recording = current.recording()
         outcome = bool(self.sample)
         if recording is not None:
-            checks = is_check(sys._getframe(1))
+            checks = is_check(asking)
             recording.branch(self, outcome, is_check=checks, raises="" if checks else None)
         return outcome
 
     def item(self) -> Any:
+        __tracebackhide__ = True
+        if self.dtype is torch.bool and current.recording() is not None:
+            return self._truth(sys._getframe(1))  # the number is what an `if` asks for
         return self._escaped("item()").item()
 
     def __float__(self) -> float:
