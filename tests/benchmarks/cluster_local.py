@@ -113,6 +113,10 @@ METHODS: dict[str, Method] = {
     "sync": Method("sync", lambda: SGD(0.05)),
     "downpour": downpour(5, lambda: SGD(0.05)),
     "downpour, adagrad": downpour(5, lambda: Adagrad(0.05)),
+    **{
+        f"downpour, adagrad, warm {warm}": Method(Downpour(5, 5, warm), lambda: Adagrad(0.05), 0.2, 0.2)
+        for warm in (100, "auto")
+    },
     "sync, momentum": Method("sync", momentum),
     "allreduce, momentum": Method("allreduce", momentum),
     **{f"local, every {every}": local(every) for every in (5, 20, 100)},

@@ -241,6 +241,25 @@ def test_one_task_begins(connect: Callable[..., Any]) -> None:
     assert counters.counts() == [100, 100]
 
 
+@pytest.mark.parametrize(("rate", "tasks"), [(0.01, 3), (8.0, 1)], ids=["calm", "wild"])
+def test_the_others_begin_where_pushes_change_gradients_little(
+    connect: Callable[..., Any], rate: float, tasks: int
+) -> None:
+    """On a parabola each step multiplies the gradient by 1 - rate / 4: by 0.9975, or by -1, which is a change of 2."""
+    cluster, counted = connect(3), tfnb.Variable(torch.zeros((), dtype=torch.float64), name="counted")
+    weight = tfnb.Variable(torch.ones(4, dtype=torch.float64), name="w")
+    with tfnb.record("calm" if tasks > 1 else "wild"):
+        x = tfnb.placeholder(torch.ones(4, dtype=torch.float64), name="x")
+        loss = (weight.square().mean() * x).mean() / 2
+        train = tfnb.group(tfnb.train.SGD(rate).minimize(loss), counted.assign_add(torch.ones((), dtype=torch.float64)))
+    data = {x: torch.ones(1600, dtype=torch.float64)}
+    result = tfnb.fit(train, data, batch_size=4, mode=Downpour(1, 1, "auto"), timeout=240)
+    assert result.steps == counted.value() == 400
+    assert sum(len(member.seconds) > 0 for member in cluster._engine.tasks) == tasks
+    if tasks == 1:  # its steps are those of one process
+        torch.testing.assert_close(weight.value(), torch.ones(4, dtype=torch.float64) * (1 - rate / 4) ** 400)
+
+
 def test_others_see_whole_pushes_and_the_mode_may_change(connect: Callable[..., Any]) -> None:
     counters, cluster = Counters(pause=1), connect(2)
 
@@ -282,7 +301,7 @@ def test_what_downpour_does_not_take_is_refused(connect: Callable[..., Any]) -> 
             after = weight.read().sum()
         counted = tfnb.group(train, seen.assign_add(x.sum()))
     data = {x: torch.ones(8, 3)}
-    for wrong in ({"n_fetch": 0}, {"n_push": True}, {"warm_start": -1}):
+    for wrong in ({"n_fetch": 0}, {"n_push": True}, {"warm_start": -1}, {"warm_start": "long"}):
         with pytest.raises(InvalidArgument, match=f"{next(iter(wrong))} is .* an int of at least"):
             Downpour(**wrong)
     with pytest.raises(InvalidArgument, match="leave out backup"):

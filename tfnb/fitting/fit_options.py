@@ -314,7 +314,9 @@ def _mode_of_object(mode: object, is_plain: bool) -> Mode:
         case LocalSGD():
             return Mode("local", is_plain=is_plain, every=mode.every)
         case Downpour():
-            return Mode("downpour", n_fetch=mode.n_fetch, n_push=mode.n_push, warm_start=mode.warm_start)
+            alone, is_measured = mode.most_alone, mode.warm_start == "auto"
+            pushes = {"n_fetch": mode.n_fetch, "n_push": mode.n_push, "warm_start": alone}
+            return Mode("downpour", **pushes, is_warmth_measured=is_measured)
     raise AssertionError(mode)
 
 

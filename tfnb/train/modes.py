@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tfnb.errors import InvalidArgument
 from tfnb.train.optimizer import Optimizer
 from tfnb.train.sandblaster import Sandblaster
+
+LONGEST_WARM_START = 1000  # steps, of ``Downpour(warm_start="auto")``
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +114,38 @@ class Downpour:
     unpushed, so that a checkpoint or another reader sees whole pushes. They go on from their copies, or, if others have
     written meanwhile, from the values of then. ``resume=`` goes on as after ``"async"``.
 
-    warm_start: the first steps of a training, taken by one task before the others begin, in whole pushes.
+    warm_start: the first steps of a training, taken by one task before the others begin, in whole pushes. ``"auto"``:
+    as many as the gradients ask for. At each fetch that follows a push the task computes the gradient of an earlier
+    batch again, of the values of now: the change is what one round of pushes does to a gradient, and the gradients of
+    T tasks are as many rounds old as there are other tasks. They begin once ``T - 1`` times the change is at most half
+    of the gradient, at the latest after 1,000 steps. Measured at the begin of each training, also a resumed one.
 
     The method is Downpour SGD of DistBelief (Dean et al., 2012), where the first push is made after the first step.
 
     >>> Downpour(n_fetch=5, n_push=5, warm_start=100).n_push
     5
+    >>> Downpour(5, 5, warm_start="auto").most_alone
+    1000
     """
 
     n_fetch: int = 1
     n_push: int = 1
-    warm_start: int = 0
+    warm_start: int | Literal["auto"] = 0
+
+    @property
+    def most_alone(self) -> int:
+        """The most steps that one task takes before the others begin."""
+        return LONGEST_WARM_START if isinstance(self.warm_start, str) else self.warm_start
 
     def __post_init__(self) -> None:
         for name, least, text in (
             ("n_fetch", 1, "the number of steps between two fetches of the Parameters"),
             ("n_push", 1, "the number of steps whose gradients are pushed together"),
-            ("warm_start", 0, "the number of steps that one task takes before the others begin"),
+            ("warm_start", 0, "'auto', or the number of steps that one task takes before the others begin"),
         ):
             count = getattr(self, name)
+            if name == "warm_start" and count == "auto":
+                continue
             if isinstance(count, bool) or not isinstance(count, int) or count < least:
                 raise InvalidArgument(f"Downpour: {name} is {text}, an int of at least {least}, not {count!r}")
 

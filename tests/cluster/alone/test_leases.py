@@ -15,6 +15,7 @@ from tfnb.cluster.modes.leases import (
     Continue,
     Count,
     Give,
+    GradientChange,
     Leases,
     LoopEnd,
     LoopFailure,
@@ -566,3 +567,17 @@ def test_nothing_is_asked_for_while_one_task_has_all_steps_of_the_warm_start():
     while machine.takers:
         play(machine, Offer([next(steps) for _ in range(machine.next_size(None))], machine.takers[0]))
     assert machine.wants == 0
+
+
+def test_the_others_begin_once_gradients_as_old_as_theirs_would_do():
+    about = {"warm_start": 1000, "n_push": 2, "sizes": PieceSizes(unit=2)}
+    machine = leases(tasks=(0, 1, 2), is_warmth_measured=True, **about)
+    (give,) = play(machine, Offer(range(machine.next_size(None)), 0))
+    assert machine.measures and machine.takers == [0]
+    play(machine, PieceProgress(0, give.piece.number, 2), GradientChange(0, 0.3))
+    assert machine.measures and machine.takers == [0], "the pushes of two others change 0.6 of a gradient"
+    play(machine, e.TaskLoss(2), GradientChange(0, 0.3))
+    assert not machine.measures and sorted(machine.takers) == [0, 0, 1, 1]
+    fixed = leases(tasks=(0, 1, 2), **about)
+    play(fixed, GradientChange(0, 0.0))
+    assert not fixed.measures and fixed.takers == [0]

@@ -91,9 +91,12 @@ class Faults(RuleBasedStateMachine):
 
     @initialize(
         shards=st.integers(1, 3), tasks=st.integers(1, 3), patience=st.sampled_from([0.0, 5.0]),
-        n_push=st.integers(1, 3), warm_start=st.sampled_from([0, 0, 4]),
+        n_push=st.integers(1, 3), warm_start=st.sampled_from([0, 0, 4]), measured=st.booleans(),
     )  # fmt: skip
-    def begin(self, shards: int, tasks: int, patience: float, n_push: int = 1, warm_start: int = 0) -> None:
+    def begin(
+        self, shards: int, tasks: int, patience: float, n_push: int = 1, warm_start: int = 0, measured: bool = False
+    ) -> None:  # fmt: skip
+        self.is_measured = measured
         self.shards, self.patience, self.n_push, self.warm_start = range(shards), patience, n_push, warm_start
         self.open(tasks)
 
@@ -118,8 +121,9 @@ class Faults(RuleBasedStateMachine):
         self.loops = {name: Loop(name) for name in names}
         self.machine = a.Leases(
             names, list(self.shards), self.numbers, deadline=float("inf"), patience=self.patience, n_push=self.n_push,
-            warm_start=max(0, self.warm_start - len(self.applied)),
+            warm_start=max(0, self.warm_start - len(self.applied)), is_warmth_measured=self.is_measured,
         )  # fmt: skip
+        self.have_agreed = False
         self.feed(e.Start())
 
     def ask(self, shard: int, method: str, tensors: Any = (), **meta: Any) -> Any:
@@ -142,7 +146,7 @@ class Faults(RuleBasedStateMachine):
                 case a.Give(task, piece):
                     self.pieces[piece.number] = piece
                     self.streams.add(piece.stream)
-                    if len(self.applied) < self.warm_start:
+                    if len(self.applied) < self.warm_start and not self.have_agreed:
                         assert task == self.machine.tasks[0], "one task begins"
                     self.loops[task].pieces.append(replace(piece))
                 case a.Report(number, start, stop):
@@ -319,6 +323,13 @@ class Faults(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.feed(e.Tick())
+
+    @precondition(lambda self: self.is_on)
+    @rule(share=st.sampled_from([0.0, 0.3, 2.0]))
+    def gradients_change(self, share: float) -> None:
+        agree = (len(self.machine.tasks) - 1) * share <= a.AGREED
+        self.have_agreed |= self.is_measured and agree and self.machine.state == "open"
+        self.feed(a.GradientChange(self.machine.tasks[0] if self.machine.tasks else 0, share))
 
     @precondition(lambda self: self.is_on and self.asked is None)
     @rule()

@@ -178,6 +178,7 @@ class Mode(NamedTuple):
     n_fetch: int = 1
     n_push: int = 1
     warm_start: int = 0
+    is_warmth_measured: bool = False  # whether the others begin earlier, once gradients change little
     outer: OuterStep | None = None
 
     @property
@@ -215,7 +216,8 @@ class Mode(NamedTuple):
         options |= {"backup": self.backup} if self.backup else {}
         options |= {"every": self.every} if self.every else {}
         options |= {"n_fetch": self.n_fetch, "n_push": self.n_push} if self.name == "downpour" else {}
-        options |= {"warm_start": self.warm_start} if self.warm_start else {}
+        warm = "auto" if self.is_warmth_measured else self.warm_start
+        options |= {"warm_start": warm} if warm else {}
         options |= {"schedule": self.schedule} if self.schedule else {}
         options |= {"replicas": self.pipelines} if self.pipelines > 1 else {}
         return " ".join([self.name, *(f"{name}={value}" for name, value in options.items())])

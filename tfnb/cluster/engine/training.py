@@ -137,6 +137,7 @@ class Training:
             case _:
                 warm, sizes_of = max(0, mode.warm_start - len(self._applied_steps)), a.PieceSizes(unit=mode.n_push)
                 pushes: dict[str, Any] = {"n_push": mode.n_push, "warm_start": warm, "sizes": sizes_of}
+                pushes["is_warmth_measured"] = mode.is_warmth_measured
                 self.machine = a.Leases(*about, self._patience, lends_twice=mode.is_coordinated, **pushes)
 
     # -- what the engine asks for -------------------------------------------------------------------------------
@@ -465,6 +466,7 @@ class Training:
             "late": None if self.placed.late is None else self.placed.late.id,
             "part": part, "shards": list(self.placed.writes),
             "number": piece.number, "stream": self._stream(piece.stream), "first": piece.first, "count": piece.count,
+            "measures": isinstance(machine, a.Leases) and machine.measures,
             "staleness": self._staleness, "order": None, "steps": None, "run": 0, "meeting": None,
             "every": self._mode.every, "n_fetch": self._mode.n_fetch, "n_push": self._mode.n_push,
             "updates": [[shard, plan.id] for shard, plan in self._updates.items()], "outer": self._outer_facts,
@@ -576,6 +578,8 @@ class Training:
                     heard = _TaskReport(start + known, count - known, place, parts, rows, values)
                     self._heard.setdefault((number, task), []).append(heard)
                 self.feed(a.PieceProgress(task, number, start + count, start + known, parts))
+        if answer.meta["change"] is not None:
+            self.feed(a.GradientChange(task, float(answer.meta["change"])))
         loop.latest = answer.meta.get("latest")
         member, late = self.engine.tasks[task], int(answer.meta["late"])
         member.late, loop.late = member.late + late - loop.late, late

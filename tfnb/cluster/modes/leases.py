@@ -23,6 +23,7 @@ AHEAD = 2  # pieces that a task has at a time
 SECONDS = 0.5  # that a piece should take
 LARGEST = 256  # steps of a piece: what a task has at a time lies within the window of a ledger
 SMALLEST = 1
+AGREED = 0.5  # the share of a gradient by which the pushes of the other tasks may change it, for all of them to begin
 SLOW, LEAST = 2.0, 0.25  # times what pieces took lately, and seconds, after which a piece counts as late
 
 
@@ -88,6 +89,13 @@ class PieceProgress(NamedTuple):
     parts: int = 0
 
 
+class GradientChange(NamedTuple):
+    """What one round of pushes changes of a gradient, as a share of it: measured by a task that works alone."""
+
+    task: int
+    share: float
+
+
 class LoopFailure(NamedTuple):
     """The loop of a task ended by itself; ``is_fatal``: trying again would not help."""
 
@@ -115,7 +123,7 @@ class AppliedCounts(NamedTuple):
     shards: Mapping[tuple[int, int], Collection[int]]
 
 
-Event = e.Event | Offer | PieceProgress | LoopFailure | LoopEnd | TaskPause | AppliedCounts
+Event = e.Event | Offer | PieceProgress | GradientChange | LoopFailure | LoopEnd | TaskPause | AppliedCounts
 
 
 # -- instructions -------------------------------------------------------------------------------------------------
@@ -211,7 +219,8 @@ class Leases:
     """Asynchronous training: each task works on pieces of its own.
 
     ``patience``: seconds that training without any task waits for one; a silent task is waited for. ``n_push``: steps
-    that a task pushes together. ``warm_start``: steps that one task takes, and servers apply, before the others begin.
+    that a task pushes together. ``warm_start``: steps that one task takes, and servers apply, before the others begin;
+    ``is_warmth_measured``: or fewer, once gradients that are as many pushes old as there are other tasks would do.
     ``lends_twice``: whether idle tasks get copies of late pieces; a task whose piece another one has done first ends
     its loop, and begins anew, so that it stands at the end of a pass.
     States: planned; open; closing (loops end, what is in doubt is found out and completed); counting; over.
@@ -227,6 +236,7 @@ class Leases:
     cause: e.Cause | None = None
     n_push: int = 1
     warm_start: int = 0
+    is_warmth_measured: bool = False
     offers: int = 0  # steps that were offered
     applied: int = 0  # steps that tasks have reported as applied
     sizes: PieceSizes = field(default_factory=PieceSizes)
@@ -283,6 +293,11 @@ class Leases:
         return self.sizes.next(left, 1 if self._is_warming else len(self.tasks))
 
     @property
+    def measures(self) -> bool:
+        """Whether a task is to measure how much pushes change gradients."""
+        return self.is_warmth_measured and self._is_warming
+
+    @property
     def _is_warming(self) -> bool:
         return self.applied < self.warm_start
 
@@ -311,6 +326,9 @@ class Leases:
                 return self._next(now)
             case "open" | "closing", PieceProgress(task, number, done):
                 return [*self._progress(task, number, done, now), *self._next(now)]
+            case "open", GradientChange(_, share) if self.measures and (len(self.tasks) - 1) * share <= AGREED:
+                self.warm_start = self.applied
+                return self._next(now)
             case "open" | "closing", LoopFailure(task, failure, is_fatal) if self._has_loop(task):
                 return self._broken(task, failure, is_fatal, now)
             case "open", LoopEnd(task) if task in self.stopping:

@@ -850,6 +850,8 @@ def _ensure_summed(step: StepGraph, placed: PlacedStep, mode: Mode, *, is_taken:
         why = f"the gradients of rows of {', '.join(sparse)} are sparse"
     elif placed.compute.meta["lookups"] and (mode.has_ranks or mode.n_fetch > 1):
         why = "rows of a large Variable are looked up on its servers"
+    elif placed.compute.meta["lookups"] and mode.is_warmth_measured:
+        why = "warm_start='auto' computes gradients again, and rows of a large Variable are looked up: give a number"
     elif placed.queues:
         why = "the step uses queues"
     elif mode.takes_local_steps and placed.late is not None:

@@ -8,18 +8,23 @@ values, and which its local steps change; they are neither fetched nor pushed.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
+from statistics import median
 from typing import Any
 
 import torch
 
 from tfnb.cluster.tasks.computing import Compute
-from tfnb.cluster.tasks.pieces import PieceOrder
-from tfnb.cluster.tasks.programs import LateProgram, Push, ShardProgram, apart_from
+from tfnb.cluster.tasks.pieces import PieceOrder, Share
+from tfnb.cluster.tasks.programs import LARGEST_CHANGE, LateProgram, Push, ShardProgram, apart_from, change_of
 from tfnb.cluster.tasks.resident import TrainingLoop, _AppliedPart, _StepInFlight, _StepResult
 from tfnb.cluster.wire.messages import Ask, Ok
+from tfnb.errors import NonFinite
+
+MEASURED = 5  # changes of gradients: the median of the last ones is told
 
 
 class DownpourLoop(TrainingLoop):
@@ -36,6 +41,9 @@ class DownpourLoop(TrainingLoop):
         self._unpushed: list[_AppliedPart] = []  # their steps
         self._age = 0  # steps since the last fetch
         self._is_fetching = False
+        self._reference: tuple[Share, list[Push]] | None = None  # an earlier step, with its gradients
+        self._has_pushed = False  # since then
+        self._changes = deque[float](maxlen=MEASURED)
         super().__init__(*about)
 
     def _reads_with(self, late: LateProgram | None) -> dict[int, list[str]]:
@@ -98,6 +106,8 @@ class DownpourLoop(TrainingLoop):
         return super()._streamed(given, index, done, compute)
 
     def _requests(self, given: PieceOrder, index: int, done: _StepResult, compute: Compute) -> list[Ask]:
+        if given.measures and not self._age:
+            self._measure(done, compute)
         self._add(done.pushes)
         self._age += 1
         self._is_fetching = self._age >= self._n_fetch
@@ -107,6 +117,7 @@ class DownpourLoop(TrainingLoop):
             self._age = 0
         if not self._is_pushed_with(given, index):
             return self._asks("pull", {}, {}, None) if self._is_fetching else []
+        self._has_pushed = True
         sums, self._sums = [*self._sums.values()], {}
         for push in sums:
             push.ensure_finite(self._host.name)
@@ -114,6 +125,21 @@ class DownpourLoop(TrainingLoop):
         if self._is_fetching:
             return asks
         return [ask._replace(meta={**ask.meta, "reads": [], "since": []}) for ask in asks if ask.method == "push"]
+
+    def _measure(self, done: _StepResult, compute: Compute) -> None:
+        """Compute how much the pushes since an earlier step have changed the gradients of its rows."""
+        if self._reference is not None and not self._has_pushed:
+            return
+        if self._reference is not None:
+            share, before = self._reference
+            run = partial(self._program.run, share.feeds, self._weights, share.run, self._host.name)
+            try:
+                self._changes.append(change_of(before, compute(run)[1]))
+            except NonFinite:  # of no step of the training
+                self._changes.append(LARGEST_CHANGE)
+            if len(self._changes) == self._changes.maxlen:
+                self._change = median(self._changes)
+        self._reference, self._has_pushed = (done.share, done.pushes) if done.share.rows else None, False
 
     def _operation(self, given: PieceOrder, index: int) -> int:
         return given.first + index // self._n_push

@@ -59,7 +59,8 @@ class PieceOrder:
     ``part``: None for whole batches. ``fewer``: by the number of rows of a batch, the most parts that the guards of the
     recording allow; absent where they allow all.
 
-    ``needs_all``: whether the worker at the first place looks at all rows.
+    ``needs_all``: whether the worker at the first place looks at all rows. ``measures``: whether it tells how much of a
+    gradient its pushes change.
     """
 
     number: int
@@ -72,6 +73,7 @@ class PieceOrder:
     batches: Sequence[tuple[Sequence[torch.Tensor], int, int, Sequence[bool]]] = ()
     needs_all: bool = False
     fewer: Mapping[int, int] = field(default_factory=dict)
+    measures: bool = False
 
     @classmethod
     def of(cls, meta: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> PieceOrder:
@@ -83,7 +85,7 @@ class PieceOrder:
         return cls(
             int(meta["number"]), str(meta["stream"]), int(meta["first"]), int(meta["count"]), meta["steps"],
             int(meta["run"]), None if part is None else TaskShare(*part), tuple(batches),
-            fewer=dict(meta.get("fewer", ())),
+            fewer=dict(meta.get("fewer", ())), measures=bool(meta.get("measures")),
         )  # fmt: skip
 
     def share(self, index: int, data: Rows | None, place: int) -> Share:

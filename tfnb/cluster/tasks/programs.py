@@ -59,6 +59,7 @@ from tfnb.state.queue_machine import whole_steps
 
 Meta = Mapping[str, Any]
 T = TypeVar("T", torch.Tensor, torch.Tensor | None)
+LARGEST_CHANGE = 1e9  # see `change_of`
 
 
 @dataclass(frozen=True)
@@ -448,6 +449,25 @@ class Push:
         """Both as one: sums of gradients, and of all else that is sent what the ``other``, later one has."""
         tensors = merged(kinds, [SUM] * len(kinds), [other.tensors, self.tensors], [1, 1])
         return replace(other, tensors=tuple(tensors))
+
+
+def change_of(before: Sequence[Push], now: Sequence[Push]) -> float:
+    """The norm of the difference of two gradients of the same rows, as a share of the norm of the first.
+
+    Of all Variables together, in float64. 0 where both are 0, `LARGEST_CHANGE` where the first alone is.
+
+    >>> pushes = [[Push(0, "", (torch.tensor([3.0, x]), torch.tensor(7)), ("w", None))] for x in (4.0, 1.0)]
+    >>> change_of(*pushes)
+    0.6
+    """
+    whole = changed = 0.0
+    for old, new in zip(before, now, strict=True):
+        for name, a, b in zip(old.grads, old.tensors, new.tensors, strict=False):
+            if name is not None:
+                a, b = (each.to(torch.promote_types(each.dtype, torch.float64)) for each in (a, b))
+                whole += float(torch.linalg.vector_norm(a)) ** 2
+                changed += float(torch.linalg.vector_norm(b - a)) ** 2
+    return (changed / whole) ** 0.5 if whole else LARGEST_CHANGE * bool(changed)
 
 
 @dataclass

@@ -153,6 +153,7 @@ class TrainingLoop:
         self._seconds = self._all_seconds = 0.0  # of computing the last step, and all of them
         self._writes: dict[int, int] = {}  # shard -> its writes, as its last answer had them
         self._sent = self._overtaken = 0  # pushes to a shard, and writes of others between the values and the push
+        self._change: float | None = None  # of a gradient by the last round of pushes, as a share of it
         self._key = next(_keys)
         self._begun: _StepInProgress | None = None  # the step whose rows did not come by direct streams
         self._waits: asyncio.Future[None] | None = None  # for loops that are behind
@@ -251,7 +252,7 @@ class TrainingLoop:
             "paused": self._stands.is_set(), "over": self._work.done(),
             "failure": None if self._failure is None else outcome_header(self._failure),
             "seconds": self._seconds, "computed": self._all_seconds,
-            "sent": self._sent, "overtaken": self._overtaken,
+            "sent": self._sent, "overtaken": self._overtaken, "change": self._change,
         }, tensors)  # fmt: skip
 
     def _confirm(self, seen: int) -> None:
