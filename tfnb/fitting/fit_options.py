@@ -314,9 +314,8 @@ def _mode_of_object(mode: object, is_plain: bool) -> Mode:
         case LocalSGD():
             return Mode("local", is_plain=is_plain, every=mode.every)
         case Downpour():
-            alone, is_measured = mode.most_alone, mode.warm_start == "auto"
-            pushes = {"n_fetch": mode.n_fetch, "n_push": mode.n_push, "warm_start": alone}
-            return Mode("downpour", **pushes, is_warmth_measured=is_measured)
+            alone = Mode("downpour", warm_start=mode.most_alone, is_warmth_measured=mode.warm_start == "auto")
+            return alone._replace(n_fetch=mode.n_fetch, n_push=mode.n_push)
     raise AssertionError(mode)
 
 
