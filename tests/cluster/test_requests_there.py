@@ -188,3 +188,24 @@ def test_after_a_lost_server_the_next_run_says_that_it_is_here(connect, problem)
     with pytest.warns(UserWarning, match="cluster was lost: runs are here now, with the values of its step 1"):
         tfnb.run(p.train, feeds)
     tfnb.run(p.train, feeds)
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 3])
+def test_a_synchronous_step_moves_the_bytes_of_the_closed_form(connect, tasks):
+    """Each task sends the gradients and receives the Variables: 2 W; each of P servers has 2 N W / P of it."""
+    cluster = connect(tasks)
+    servers = len(cluster._engine.servers)
+    weights = [tfnb.Variable(torch.ones(500), name=f"w{i}") for i in range(6)]
+    with tfnb.record("moved"):
+        x = tfnb.placeholder(torch.ones(4), name="x")
+        train = tfnb.train.SGD(0.1).minimize(sum((x * w.square().mean()).mean() for w in weights))
+
+    def moved(steps):
+        tfnb.fit(train, {x: torch.ones(4 * steps)}, batch_size=4, mode="sync", timeout=60)
+        facts = cluster._do("facts", 60, cluster._engine.task_facts, 60.0)
+        return [count for task in facts.values() for count in task["traffic"].values()]
+
+    first, second, third = moved(5), moved(10), moved(30)
+    whole = 6 * 500 * 4
+    per_step = [(c - b - (b - a)) / 20 for a, b, c in zip(first, second, third, strict=True)]
+    assert per_step == [2 * whole / servers] * (tasks * servers)
