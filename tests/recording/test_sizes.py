@@ -360,3 +360,28 @@ def test_a_size_that_only_data_of_the_cell_show_is_known_where_only_it_is_used(f
         y = function(x, torch.unique(torch.tensor([1.0, 2.0, 2.0])))
     batch = torch.randn(3, 2)
     torch.testing.assert_close(tfnb.run(y, {x: batch}), function(batch, torch.tensor([1.0, 2.0])))
+
+
+def test_rows_of_a_tensor_whose_size_is_computed_have_one_axis_less() -> None:
+    """As `zip` of two tensors gives them: their number is that of the sample, and their shapes are torch's."""
+    with pytest.warns(UserWarning, match=r"size|Python took"), tfnb.record():
+        x, y = tfnb.placeholder(torch.ones(6, 4)), tfnb.placeholder(torch.arange(8.0))
+        n = min(x.shape[0], y.shape[0])
+        total = sum((a * b for a, b in zip(x[:n].unbind(), y[:n].unbind(), strict=True)), torch.zeros(4))
+    assert total.shape == (4,)
+    fed = torch.randn(6, 4), torch.randn(9)
+    torch.testing.assert_close(tfnb.run(total, {x: fed[0], y: fed[1]}), (fed[0] * fed[1][:6, None]).sum(0))
+
+
+def test_a_staged_sum_over_two_tensors_row_by_row() -> None:
+    def summed(x: torch.Tensor, y: torch.Tensor) -> Any:
+        total = 0
+        for a, b in zip(x, y, strict=False):
+            total = total + a * b
+        return total
+
+    with tfnb.record():
+        x, y = tfnb.placeholder(torch.ones(6, 4)), tfnb.placeholder(torch.arange(6.0))
+        total = tfnb.autograph(summed)(x, y)
+    fed = torch.randn(6, 4), torch.randn(6)
+    torch.testing.assert_close(tfnb.run(total, {x: fed[0], y: fed[1]}), summed(*fed))

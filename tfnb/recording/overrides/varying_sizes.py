@@ -54,7 +54,7 @@ def _max_pool1d(rec: Recording, *args: object, **kwargs: object) -> Any:
 def _unbind(rec: Recording, x: torch.Tensor, dim: int = 0) -> Any:
     """One output for each row: this line fixes the size, whatever the shape rule of unbind concludes."""
     count = int(x.shape[dim])
-    if _is_of_data(x.shape[dim]):
+    if not _is_number(x.shape[dim]):  # the size of data, or one such as min(A, B)
         return tuple(x.select(dim, i) for i in range(count))
     return NotImplemented
 
@@ -101,6 +101,11 @@ def _bincount(rec: Recording, x: Any, weights: Any = None, minlength: int = 0) -
             return x.new_zeros(minlength, dtype=torch.int64).index_add(0, x, torch.ones_like(x, dtype=torch.int64))
         weights = weights.detach() if weights.dtype is torch.float32 else weights.detach().double()
         return weights.new_zeros(minlength).index_add(0, x, weights)
+
+
+def _is_number(size: object) -> bool:
+    """Whether a size is the same in every run."""
+    return not isinstance(size, torch.SymInt) or size.node.expr.is_number
 
 
 def _is_of_data(size: object) -> bool:
