@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import linecache
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import tfnb
 from tests.control_flow.written import blocks, compared, function
@@ -301,3 +303,56 @@ def test_what_an_error_of_the_program_decides_is_guarded_where_the_program_catch
         assert torch.equal(tfnb.run(y, {x: sample}), checked(sample))
         with pytest.raises(BranchChanged):
             tfnb.run(y, {x: other})
+
+
+COUNTED = (
+    "k / 3", "1 / k", "0.9**k", "1 - 0.999**k", "math.sqrt(k) / 3", "math.log(k + 1)", "k**0.5", "k**-1", "k**-2.0",
+    "10 ** -(k // 2)", "2 ** (1 - k)", "pow(2, -k)", "2**k", "2 ** (k - 1)", "(k % 3 - 2) ** 2", "min(1.0, k / 7)",
+    "max(k / 3, 0.5) * x.mean()", "(0.1 if k < 2 else 0.1 / k) * x.mean()", "round(k / 3, 2)", "float(k) * 0.1",
+    "0.5 * (1 + math.cos(math.pi * k / 10))", "(k > 1) + (k > 2)", "(k > 1) - (k > 2)", "-(k > 1)", "True + (k > 1)",
+    "(k > 1) * (k > 2)", "(k > 1) | (k > 3)", "x.mean() * (k > 1)", "x.mean() * k / 3", "(x * (1 - 0.9**k)).mean()",
+    "torch.tensor(k / 3)", "x.new_tensor(k / 3)", "torch.lerp(x, x * 2, k / 3).mean()", "x.clamp(max=k / 3).mean()",
+    "(torch.arange(3) * (k / 3)).sum()", "x.mean() ** (k / 3)", "torch.where(x > 0, k / 3, 0.0).mean()",
+    "x.mean().item() / 3", "(x / x.norm().item()).sum() * k",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("expression", COUNTED)
+def test_a_taken_number_has_the_digits_and_the_dtype_of_pythons(expression: str, dtype: torch.dtype) -> None:
+    """A count that each step raises: what Python computes of it is computed in float64, and promotes as a number."""
+    source = (
+        f"def counted(module, x):\n    module.n += 1\n    k = module.n.item()\n    return x.sum() * 0 + {expression}\n"
+    )
+    name = f"<counted {expression}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    space: dict[str, Any] = {"torch": torch, "math": math, "__name__": "counted"}
+    exec(compile(source, name, "exec"), space)
+    data, (module, twin) = torch.tensor([1.0, 0.5], dtype=dtype), (nn.Module(), nn.Module())
+    for each in (module, twin):
+        each.register_buffer("n", torch.tensor(0))
+    with tfnb.record():
+        x = tfnb.placeholder(data)
+        y = tfnb.autograph(space["counted"])(module, x)
+        everything = tfnb.effects()
+    for _ in range(4):
+        want = space["counted"](twin, data)
+        torch.testing.assert_close(
+            tfnb.run([y, everything], {x: data})[0], want, rtol=4e-16 if dtype.itemsize > 4 else 0, atol=0
+        )
+
+
+@pytest.mark.parametrize("lines", [
+    "a = k * 2; b = a; a += 1; d = b", "a = k * 2; b = a; a *= 3; d = b + a", "d = k > 1; d += k > 2",
+])  # fmt: skip
+def test_an_augmented_number_is_a_new_number(lines: str) -> None:
+    source = f"def counted(x):\n    k = x.sum().int().item()\n    {lines}\n    return x.sum() * 0 + d\n"
+    name = f"<augmented {lines}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    space: dict[str, Any] = {"__name__": "augmented"}
+    exec(compile(source, name, "exec"), space)
+    with tfnb.record():
+        x = tfnb.placeholder(torch.ones(2))
+        y = tfnb.autograph(space["counted"])(x)
+    for fed in (torch.ones(2), torch.ones(2) * 2):
+        assert tfnb.run(y, {x: fed}) == space["counted"](fed)

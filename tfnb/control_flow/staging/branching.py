@@ -23,7 +23,7 @@ from tfnb.control_flow.staging.statement import (
     is_users,
     note_python,
     reason,
-    tensor_of,
+    result_of,
 )
 from tfnb.control_flow.staging.unset import Undefined
 from tfnb.control_flow.structure import SIZES, sample_truth, truth
@@ -182,7 +182,7 @@ def _branch(
                 if is_given or _is_of(own, recorder, leaf):
                     outputs[place, leaf_place] = len(tensors)
                     bases[place, leaf_place] = bases_of(recorder, leaf)
-                    tensors.append(tensor_of(recorder, leaf))
+                    tensors.append(result_of(recorder, leaf))
         found[:] = [values, outputs, bases]
         st.set(before)
         st.refuse_attributes()

@@ -30,6 +30,7 @@ from tfnb.control_flow.staging.statement import (
     part_of,
     plain_number,
     reason,
+    result_of,
     same,
     status,
     tensor_of,
@@ -167,7 +168,7 @@ class LoopStaging:
                 if isinstance(leaf, NUMBERS):
                     found = float_dtype(self.recorder, tree_flatten(self.before)[0]) if type(leaf) is float else None
                     leaf = torch.as_tensor(leaf, dtype=self.dtypes.get((place, at), found))
-                self.start.append(tensor_of(self.recorder, leaf))
+                self.start.append(result_of(self.recorder, leaf))
                 self.labels.append(part_of(name, path))
 
     def _values(self, carried: Sequence[Any], *, is_after: bool = False) -> tuple[Any, ...]:
@@ -287,6 +288,7 @@ class LoopStaging:
         for at, (leaf, given) in enumerate(zip(leaves, mine, strict=True)):
             if not is_value(leaf):
                 raise CannotStage(f"{name} is a tensor or number before the loop and {kind(leaf)} after an iteration")
+            leaf = result_of(self.recorder, leaf) if isinstance(leaf, Tensor) else leaf
             was = numbers[at] if at < len(numbers) else None
             wanted = _dtype_after(leaf, given)
             if isinstance(was, NUMBERS) and wanted != given.dtype:
@@ -333,7 +335,7 @@ class LoopStaging:
                 continue
             numbers = [is_number(leaf) or not isinstance(leaf, (torch.Tensor, Variable)) for leaf in leaves]
             name = self.st.names[place]
-            tensors: list[Any] = [tensor_of(self.recorder, leaf) for leaf in leaves]
+            tensors: list[Any] = [result_of(self.recorder, leaf) for leaf in leaves]
             specs = [self._spec(tensor) for tensor in tensors]
             if not all(bound_before(self.recorder, spec) for spec in specs):
                 continue

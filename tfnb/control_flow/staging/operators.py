@@ -331,7 +331,8 @@ _NEW = {name: getattr(operator, function.__name__[1:], None) for name, function 
 def augmented(kind: str, item: object, value: object) -> Any:
     """``item += value``; a number becomes a new number, never the same tensor with another value."""
     item = ld(item)
-    if not is_number(item):
+    recorder = recorder_if_open()
+    if not is_number(item) and not (isinstance(item, Tensor) and recorder is not None and recorder.is_taken(item)):
         return _changed_in_place(kind, item, value)
     return as_number(_NEW[kind](item, value))
 

@@ -6,6 +6,7 @@ may write into it while others hold that memory, see `alias_analysis`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +41,7 @@ from tfnb.control_flow.tensor_array import has_blanks
 from tfnb.errors import InvalidArgument
 from tfnb.graph import Value, Variable
 from tfnb.recording import Tensor
+from tfnb.recording.overrides.python_answers import stands_for_number
 from tfnb.recording.subgraphs.capture import Region, bound_outside
 from tfnb.recording.subgraphs.loop_node import DISAGREE
 from tfnb.recording.writes.aliases import may_share
@@ -121,11 +123,20 @@ class Phi:
             return lambda _: known
         if not is_value(a) or not is_value(b):
             raise CannotStage(_unlike(label, a, b))
-        dtype = self._dtype(a, b, label)
+        dtype = self._dtype((a, b), (place, at), label)
         column = tuple(self._value(side, place, at, v, dtype) for side, v in ((True, a), (False, b)))
         result = self._column(column, label)
-        numbers = all(is_number(v) or not isinstance(v, (torch.Tensor, Variable)) for v in (a, b))
-        return (lambda results: as_number(result(results))) if numbers else self._shared(place, at, result, label)
+        taken = [isinstance(v, Tensor) and stands_for_number(self.st.recorder, v.shown.value) for v in (a, b)]
+        plain = [is_number(v) or not isinstance(v, (torch.Tensor, Variable)) for v in (a, b)]
+        if not all(map(operator.or_, taken, plain)):
+            return self._shared(place, at, result, label)
+        return lambda results: self._number(result(results), is_taken=any(taken))
+
+    def _number(self, found: Any, *, is_taken: bool) -> Any:
+        """A result that is a Python number in both branches. is_taken: in one of them, of a tensor's value."""
+        if is_taken:
+            self.st.recorder.tape.numbers.add(found.value)
+        return as_number(found)
 
     def _shared(
         self, place: int, at: int, result: Callable[[list[Any]], Any], label: str
@@ -164,17 +175,24 @@ class Phi:
         index = len(self.columns) - 1
         return lambda results: results[index]
 
-    def _dtype(self, a: Any, b: Any, label: str) -> torch.dtype | None:
-        """The dtype of numbers: that of the tensor in the other branch, or torch's promotion of both."""
-        numbers = [v for v in (a, b) if not isinstance(v, (torch.Tensor, Variable))]
+    def _dtype(self, leaves: tuple[Any, Any], at: tuple[int, int], label: str) -> torch.dtype | None:
+        """The dtype of numbers: that of the tensor in the other branch, or torch's promotion of both.
+
+        leaves: the values of both branches, at this name and leaf.
+        """
+        numbers = [v for v in leaves if not isinstance(v, (torch.Tensor, Variable))]
         if not numbers:
             return None
         plain = [plain_number(n) for n in numbers]
         if len(numbers) == 2:
             found = torch.result_type(*(torch.as_tensor(n) for n in plain))
             return (float_dtype(self.st.recorder, ()) or found) if found.is_floating_point else found
-        tensor = a if isinstance(a, (torch.Tensor, Variable)) else b
-        dtype = tensor.dtype if isinstance(tensor, torch.Tensor) else tensor.spec.dtype
+        side = isinstance(leaves[0], (torch.Tensor, Variable))
+        tensor, after = leaves[not side], self.sides[side]
+        if at in after.outputs:
+            dtype = spec_inside(self.st.recorder, after.region, after.outputs[at]).dtype
+        else:
+            dtype = tensor.dtype if isinstance(tensor, torch.Tensor) else tensor.spec.dtype
         if torch.result_type(empty_of(dtype), plain[0]) != dtype:
             st = self.st
             raise InvalidArgument(

@@ -38,12 +38,12 @@ def _number(recorder: Recorder, tensor: Tensor, dtype: torch.dtype) -> Any:
 
 
 def _kind(tensor: Tensor, kind: type | None) -> torch.dtype:
-    """The dtype of a Python number of this kind; by default the tensor's kind, of at least the default's digits."""
+    """The dtype of a Python number of this kind; by default the tensor's kind, with the digits of Python's."""
     if kind is int or (kind is None and not tensor.is_floating_point() and not tensor.is_complex()):
         return torch.bool if kind is None and tensor.dtype == torch.bool else torch.int64
     if kind is bool:
         return torch.bool
-    return torch.promote_types(tensor.dtype, torch.get_default_dtype())
+    return torch.promote_types(tensor.dtype, torch.float64)
 
 
 def _taken(function: Callable[..., Any], kind: type | None) -> Callable[..., Any]:

@@ -135,6 +135,17 @@ def float_dtype(recorder: Recorder, leaves: Iterable[Any]) -> torch.dtype | None
     return torch.float64 if dtypes == {torch.float64} else None
 
 
+def result_of(recorder: Recorder, leaf: Any) -> Tensor:
+    """A value that a branch or an iteration gives on, as a tensor.
+
+    A number that staged code took has the digits there of what the other branch, or the value before, may be.
+    """
+    found = tensor_of(recorder, leaf)
+    if not found.is_floating_point() or not recorder.is_taken(found):
+        return found
+    return found.to(float_dtype(recorder, ()) or torch.get_default_dtype())  # type: ignore[return-value]
+
+
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, SIZES):
         return bool(a.node.expr == b.node.expr)

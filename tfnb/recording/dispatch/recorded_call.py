@@ -47,7 +47,7 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Sequence[Any], kwarg
     """Record one op: node, fake result, sample result."""
     __tracebackhide__ = True
     if rec.tape.numbers and torch.Tag.pointwise in func.tags:
-        args, kwargs = with_numbers(rec, args, kwargs)
+        args, kwargs = with_numbers(rec, func, args, kwargs)
     inputs: list[Entry] = []
     fake = rec.space.apart if sized_by_data(func) else attrgetter("fake")
     attr_args, fake_args = _arguments(rec, list(args), inputs, fake)
@@ -64,6 +64,8 @@ def record_call(rec: Recording, func: Op, own: Facts, args: Sequence[Any], kwarg
         with rec.on():
             return func(*args[:first], args[first].to(default), *args[first + 1 :], **kwargs)
     node = _appended(rec, func, own, flat, inputs, bind(func, tuple(attr_args), attr_kwargs))
+    if inputs and rec.tape.numbers.issuperset(entry.value for entry in inputs):
+        rec.tape.numbers |= {Value(node, index) for index in range(len(flat))}
     waits = rec.samples_wait and not sized_by_data(func)
     found = None if waits or rec.lazy else _samples_of(rec, func, (args, kwargs), inputs)
     samples: Sequence[torch.Tensor | None] = found or (None,) * len(flat)

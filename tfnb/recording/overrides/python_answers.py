@@ -93,9 +93,6 @@ def counters_of(rec: Recording, value: Value) -> set[Variable]:
 
 def stands_for_number(rec: Recording, value: Value) -> bool:
     """Whether a value is a Python number that staged code took from a tensor, or computed from such numbers alone."""
-    node = rec.tape.by_id.get(value.node) if rec.tape.numbers and value not in rec.tape.numbers else None
-    if node is not None and node.inputs and all(stands_for_number(rec, v) for v in node.inputs):
-        rec.tape.numbers.add(value)
     return value in rec.tape.numbers
 
 
@@ -116,7 +113,9 @@ def _where(rec: Recording, condition: Any, *operands: Any, **out: Any) -> Any:
         )
 
 
-def with_numbers(rec: Recording, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+def with_numbers(
+    rec: Recording, func: Op, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:  # fmt: skip
     """The arguments of an element-wise op, with recorded numbers in the dtype to which torch promotes Python's.
 
     A tensor without axes has a say in the result's dtype where a Python number has none: among integers, which a float
@@ -125,7 +124,9 @@ def with_numbers(rec: Recording, args: Sequence[Any], kwargs: dict[str, Any]) ->
     tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
     numbers = [x for x in tensors if isinstance(x, Tensor) and stands_for_number(rec, rec._entry(x).value)]
     others = [_empty(x) for x in tensors if not any(x is number for number in numbers)]
-    if not numbers or not others:
+    if numbers and not others:
+        return _as_python_computes(rec, func, numbers, args), kwargs
+    if not numbers:
         return args, kwargs
     dtype = torch.result_type(functools.reduce(_together, others), functools.reduce(_together, map(_empty, numbers)))
     highest = functools.reduce(torch.promote_types, (x.dtype for x in numbers))
@@ -136,6 +137,52 @@ def with_numbers(rec: Recording, args: Sequence[Any], kwargs: dict[str, Any]) ->
     with rec.on():
         cast = {id(number): number.to(wanted) for number in numbers}
     return [cast.get(id(arg), arg) for arg in args], {name: cast.get(id(arg), arg) for name, arg in kwargs.items()}
+
+
+_POWERS = {aten.pow.Tensor_Tensor, aten.pow.Tensor_Scalar, aten.pow.Scalar}
+_NEGATING = {"aten.neg.default", "aten.sub.Tensor", "aten.sub.Scalar", "aten.rsub.Tensor", "aten.rsub.Scalar"}
+_ARITHMETIC = _POWERS | {
+    getattr(getattr(aten, op), overload)
+    for op in ("add", "sub", "rsub", "mul", "neg", "abs", "floor_divide", "remainder")
+    for overload in getattr(aten, op).overloads()
+}
+
+
+def _as_python_computes(rec: Recording, func: Op, numbers: Sequence[Tensor], args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments of an op of recorded numbers alone, in the dtypes that give the digits of Python's result.
+
+    Truth values count as whole numbers, what becomes a fraction is computed in float64, and so is a power of whole
+    numbers by an exponent that may be negative.
+    """
+    if any(x.is_floating_point() or x.is_complex() for x in numbers):
+        return args
+    kinds = [torch.int64 if x.dtype is torch.bool and func in _ARITHMETIC else x.dtype for x in numbers]
+    left = iter(kinds)
+    alone = [torch.empty((), dtype=next(left), device="meta") if isinstance(x, torch.Tensor) else x for x in args]
+    if _may_be_below_one(rec, func, args) or func(*alone).is_floating_point():
+        kinds = [torch.float64] * len(numbers)
+    left = iter(kinds)
+    with rec.on():
+        return [x.to(next(left)) if isinstance(x, torch.Tensor) else x for x in args]
+
+
+def _may_be_below_one(rec: Recording, func: Op, args: Sequence[Any]) -> bool:
+    """Whether an op is a power of whole numbers whose exponent may be below 0."""
+    if func not in _POWERS:
+        return False
+    exponent = args[1]
+    if isinstance(exponent, torch.Tensor):
+        return _may_be_negative(rec, rec._entry(exponent).value)
+    return isinstance(exponent, int) and exponent < 0
+
+
+def _may_be_negative(rec: Recording, value: Value) -> bool:
+    """Whether a recorded number comes of a difference, or of a negative number in the program."""
+    node = rec.tape.by_id.get(value.node)
+    if node is None:
+        return False
+    negative = any(isinstance(x, int | float) and x < 0 for x in node.attrs.values())
+    return negative or node.op in _NEGATING or any(_may_be_negative(rec, each) for each in node.inputs)
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,8 @@ def _tensor(rec: Recording, data: object, **kwargs: Any) -> Any:
         return NotImplemented
     if isinstance(data, Tensor) and not stands_for_number(rec, data.value):
         return NotImplemented
-    data = tree_map_only(Tensor, partial(_as_in_python, rec), data)
+    wanted = kwargs.get("dtype") or torch.get_default_dtype()
+    data = tree_map_only(Tensor, partial(_as_in_python, rec, wanted), data)
     data = tree_map_only(WholeNumbers, lambda numbers: numbers.tensor(), data)
     data = tree_map_only(torch.SymBool, bool, data)
     if not any(isinstance(leaf, (*_VARYING, torch.Tensor)) for leaf in tree_leaves(data)):
@@ -41,13 +42,13 @@ def _tensor(rec: Recording, data: object, **kwargs: Any) -> Any:
     return made if frozen else made.requires_grad_()
 
 
-def _as_in_python(rec: Recording, item: Tensor) -> torch.Tensor:
-    """An item of a list, without gradient; one that stands for a number in the dtype of Python's numbers."""
+def _as_in_python(rec: Recording, wanted: torch.dtype, item: Tensor) -> torch.Tensor:
+    """An item of a list, without gradient; one that stands for a fraction in the dtype that is wanted for such."""
     if item.graph is not rec.graph or item.numel() != 1:
         return item
     is_number = stands_for_number(rec, item.value) and item.is_floating_point()
     alone = item.detach().reshape(())
-    return alone.to(torch.get_default_dtype()) if is_number else alone
+    return alone.to(wanted) if is_number else alone
 
 
 def _stacked(data: Any) -> Any:

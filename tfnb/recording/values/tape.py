@@ -72,7 +72,7 @@ class TapeState:
     letters: set[str] = field(default_factory=set)  # symbols declared in this recording
     chosen: set[str] = field(default_factory=set)  # those of them that the user named
     naturals: set[Value] = field(default_factory=set)  # counters of loops, which are never negative
-    numbers: set[Value] = field(default_factory=set)  # that staged code took of tensors as Python numbers
+    numbers: set[Value] = field(default_factory=set)  # that staged code took as Python's, or computed of such
     stands: dict[Variable, tuple[Value, ...]] = field(default_factory=dict)  # given to Variables inside of loops
     # what is said at the end
     notes: list[str] = field(default_factory=list)
