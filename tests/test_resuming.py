@@ -200,6 +200,8 @@ def test_a_training_that_has_taken_more_steps_than_are_asked_for_has_no_end_of_a
     net.options = {"epochs": 1, "batch_size": 8}
     assert net.fit(resume=True, callbacks=lambda progress: ends.append(progress.epoch)).steps == 0
     assert ends == [] and all(map(torch.equal, net.values(), before))
+    net.options = {"epochs": 4, "batch_size": 8}
+    assert net.fit(resume=True).steps > 0, "it is as it was"
     with pytest.raises(InvalidArgument, match="epochs must be an int of at least 1, not None"):
         tfnb.fit(net.step, net.data, epochs=None)
 

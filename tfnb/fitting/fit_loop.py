@@ -722,7 +722,8 @@ class _Run:
         self._say_who_came()
         seconds = time.perf_counter() - self._start
         self._checkpoints.end()
-        self.is_over = self.why_over is None
+        is_as_before = self._begin and self.step == self._begin  # a resumed one of which no step is left
+        self.is_over = self.why_over is None and not is_as_before
         steps = (self.step if self.is_over else self.steps.applied.steps) - self._begin
         history = [entry | self._validated.get(entry["epoch"], {}) for entry in self._metrics.history]
         is_short = asked is not None and self.why_over is None and steps < asked - self._begin

@@ -15,7 +15,7 @@ from tfnb.control_flow.staging.containers import made
 from tfnb.control_flow.staging.generators import Consumer, Generator
 from tfnb.control_flow.staging.lists import grown, length, plain
 from tfnb.control_flow.staging.looping import Iterations, LoopStaging
-from tfnb.control_flow.staging.python_numbers import NUMBERS, shown
+from tfnb.control_flow.staging.python_numbers import NUMBERS, recorded, shown
 from tfnb.control_flow.staging.statement import OPERATORS, Statement, as_number, recorder_for, status
 from tfnb.control_flow.structure import sample_truth
 from tfnb.recording import Recorder, Tensor
@@ -139,6 +139,7 @@ def _varies(item: object) -> bool:
 
 
 def _range(*args: Any) -> Any:
+    args = tuple(map(recorded, args))
     known = all(not isinstance(arg, (torch.SymInt, Tensor)) for arg in args)
     whole = all(
         isinstance(arg, (int, torch.SymInt)) or (isinstance(arg, Tensor) and not arg.dim() and _is_whole(arg))

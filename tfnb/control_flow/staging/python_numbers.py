@@ -148,6 +148,12 @@ def _isinstance(item: Any, kinds: Any) -> bool:
     return isinstance(item, kinds) or (isinstance(item, SIZES) and issubclass(_python_type(item), kinds))
 
 
+def recorded(item: Any) -> Any:
+    """The recorded value of a Parameter or buffer that is one number; other items unchanged."""
+    found = _recorded(item) if isinstance(item, torch.Tensor) and not isinstance(item, Tensor) else None
+    return item if found is None else found[1]
+
+
 def needed(item: object) -> Any:
     """The sample's number in place of a recorded one; a run must have the same."""
     found = _recorded(item)
