@@ -618,3 +618,56 @@ def test_an_assertion_anywhere_is_asked_before_anything_is_written(place, budget
     with pytest.raises(BranchChanged):
         tfnb.fit(step, {x: bad[0], y: bad[1]}, **options)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("how", ["average", "own", "forward"])
+def test_what_counts_steps_below_backward_is_written_once_in_a_step(how):
+    """Averaged models, and means of weights by a count of one's own; a count in the forward is one of microbatches."""
+
+    class Counting(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3, dtype=torch.float64)
+            self.register_buffer("seen", torch.tensor(0))
+            self.register_buffer("mean", torch.zeros(3, 4, dtype=torch.float64))
+
+        def forward(self, x):
+            if how == "forward":
+                self.seen += 1
+            return super().forward(x)
+
+    def step(model, average, optimizer, parts):
+        optimizer.zero_grad()
+        losses = [F.mse_loss(model(x), y) * (x.shape[0] / ROWS) for x, y in parts]
+        sum(losses).backward()
+        optimizer.step()
+        if average is not None:
+            average.update_parameters(model)
+        with torch.no_grad():
+            if how != "forward":
+                model.seen += 1
+            if how == "own":
+                model.mean += (model.weight - model.mean) / model.seen
+        return sum(losses)
+
+    def made():
+        torch.manual_seed(3)
+        model = Counting()
+        average = torch.optim.swa_utils.AveragedModel(model) if how == "average" else None
+        return model, average, torch.optim.SGD(model.parameters(), 0.1)
+
+    x, y = torch.randn(ROWS, 4, dtype=torch.float64), torch.randn(ROWS, 3, dtype=torch.float64)
+    twin, kept = made(), made()
+    for _ in range(3):
+        step(*twin, [(x[start:stop], y[start:stop]) for start, stop in divide(ROWS, 4)])
+    with tfnb.record():
+        fed = tfnb.placeholder(x, name="x"), tfnb.placeholder(y, name="y")
+        step(*kept, [fed])
+        everything = tfnb.effects()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if how == "forward" else "error")
+        tfnb.fit(
+            everything, dict(zip(fed, (x, y), strict=True)), batch_size=ROWS, epochs=3, microbatches=4, shuffle=False
+        )
+    for want, found in zip(twin[:2], kept[:2], strict=True):
+        if want is not None:
+            torch.testing.assert_close(found.state_dict(), want.state_dict(), rtol=1e-12, atol=1e-13)

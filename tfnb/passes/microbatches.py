@@ -142,7 +142,7 @@ class _Loop:
         found = {
             variable: value for variable, value in self.state.final.items()
             if value.node not in self.state.updated and value.node not in self.gradient
-            and (_is_buffer(variable) or value in self.rows or value.node in self.varying)
+            and (value in self.rows or value.node in self.varying or self._is_moved_by_forward(variable, value))
         }  # fmt: skip
         for node in self.state.nodes.values():
             if (node.op == "tfnb.read" and node.attrs["variable"] in found) or any(
@@ -150,6 +150,24 @@ class _Loop:
             ):
                 self.varying.add(node.id)
         return found
+
+    def _is_moved_by_forward(self, variable: Variable, value: Value) -> bool:
+        """Whether a buffer's value, of no rows, is computed above the derivatives, as batch norm counts its batches.
+
+        A count or an average of weights below ``backward()`` is one of steps.
+        """
+        first = min((id for id, node in self.state.nodes.items() if "gradient" in node.tags), default=math.inf)
+        stack, seen = [value] if _is_buffer(variable) else [], set[int]()
+        while stack:
+            value = stack.pop()
+            node = None if value in self.fed else self.state.nodes[value.node]
+            if node is None or node.id in seen or node.op in ("tfnb.read", "tfnb.constant") or self._is_behind(node):
+                continue
+            if node.id < first:
+                return True
+            seen.add(node.id)
+            stack.extend(node.inputs)
+        return False
 
     # -- borders ------------------------------------------------------------------------------------------------
 

@@ -578,7 +578,7 @@ class Training:
                     heard = _TaskReport(start + known, count - known, place, parts, rows, values)
                     self._heard.setdefault((number, task), []).append(heard)
                 self.feed(a.PieceProgress(task, number, start + count, start + known, parts))
-        if answer.meta["change"] is not None:
+        if answer.meta.get("change") is not None:
             self.feed(a.GradientChange(task, float(answer.meta["change"])))
         loop.latest = answer.meta.get("latest")
         member, late = self.engine.tasks[task], int(answer.meta["late"])
