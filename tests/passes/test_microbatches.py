@@ -671,3 +671,30 @@ def test_what_counts_steps_below_backward_is_written_once_in_a_step(how):
     for want, found in zip(twin[:2], kept[:2], strict=True):
         if want is not None:
             torch.testing.assert_close(found.state_dict(), want.state_dict(), rtol=1e-12, atol=1e-13)
+
+
+def test_batch_norm_behind_another_nets_step_counts_its_batches():
+    def made():
+        torch.manual_seed(3)
+        nets = nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 1))
+        nets = [net.double() for net in nets]
+        return nets, [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+
+    def step(nets, optimizers, parts):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            optimizer.zero_grad()
+            sum(net(x).square().sum() for x in parts).backward()
+            optimizer.step()
+
+    x, twin, kept = torch.randn(ROWS, 4, dtype=torch.float64), made(), made()
+    for _ in range(3):
+        step(*twin, [x[start:stop] for start, stop in divide(ROWS, 4)])
+    with tfnb.record():
+        fed = tfnb.placeholder(x, name="x")
+        step(*kept, [fed])
+        everything = tfnb.effects()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of batch norm
+        tfnb.fit(everything, {fed: x}, batch_size=ROWS, epochs=3, microbatches=4, shuffle=False, exact=False)
+    for want, found in zip(twin[0], kept[0], strict=True):
+        torch.testing.assert_close(found.state_dict(), want.state_dict(), rtol=1e-12, atol=1e-13)

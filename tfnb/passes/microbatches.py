@@ -152,22 +152,27 @@ class _Loop:
         return found
 
     def _is_moved_by_forward(self, variable: Variable, value: Value) -> bool:
-        """Whether a buffer's value, of no rows, is computed above the derivatives, as batch norm counts its batches.
+        """Whether a buffer's value, of no rows, is computed above a derivative, as batch norm counts its batches.
 
-        A count or an average of weights below ``backward()`` is one of steps.
+        A count or an average of weights below the last ``backward()`` is one of steps.
         """
-        first = min((id for id, node in self.state.nodes.items() if "gradient" in node.tags), default=math.inf)
+        if variable.held is not None and variable.held.is_of_batch_norm():
+            return True
         stack, seen = [value] if _is_buffer(variable) else [], set[int]()
         while stack:
             value = stack.pop()
             node = None if value in self.fed else self.state.nodes[value.node]
             if node is None or node.id in seen or node.op in ("tfnb.read", "tfnb.constant") or self._is_behind(node):
                 continue
-            if node.id < first:
+            if node.id < self._last_derivative:
                 return True
             seen.add(node.id)
             stack.extend(node.inputs)
         return False
+
+    @cached_property
+    def _last_derivative(self) -> float:
+        return max((id for id, node in self.state.nodes.items() if "gradient" in node.tags), default=math.inf)
 
     # -- borders ------------------------------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ def with_numbers(
     numbers = [x for x in tensors if isinstance(x, Tensor) and stands_for_number(rec, rec._entry(x).value)]
     others = [_empty(x) for x in tensors if not any(x is number for number in numbers)]
     if numbers and not others:
-        return _as_python_computes(rec, func, numbers, args), kwargs
+        return _as_python_computes(rec, func, numbers, args, kwargs), kwargs
     if not numbers:
         return args, kwargs
     dtype = torch.result_type(functools.reduce(_together, others), functools.reduce(_together, map(_empty, numbers)))
@@ -148,18 +148,24 @@ _ARITHMETIC = _POWERS | {
 }
 
 
-def _as_python_computes(rec: Recording, func: Op, numbers: Sequence[Tensor], args: Sequence[Any]) -> Sequence[Any]:
+def _as_python_computes(
+    rec: Recording, func: Op, numbers: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Sequence[Any]:  # fmt: skip
     """The arguments of an op of recorded numbers alone, in the dtypes that give the digits of Python's result.
 
     Truth values count as whole numbers, what becomes a fraction is computed in float64, and so is a power of whole
     numbers by an exponent that may be negative.
     """
-    if any(x.is_floating_point() or x.is_complex() for x in numbers):
+    if any(x.is_floating_point() or x.is_complex() for x in numbers) or any(map(torch.is_tensor, kwargs.values())):
         return args
     kinds = [torch.int64 if x.dtype is torch.bool and func in _ARITHMETIC else x.dtype for x in numbers]
     left = iter(kinds)
     alone = [torch.empty((), dtype=next(left), device="meta") if isinstance(x, torch.Tensor) else x for x in args]
-    if _may_be_below_one(rec, func, args) or func(*alone).is_floating_point():
+    try:
+        is_fraction = _may_be_below_one(rec, func, args) or func(*alone, **kwargs).is_floating_point()
+    except (RuntimeError, TypeError):
+        return args  # the call itself says why, with its line
+    if is_fraction:
         kinds = [torch.float64] * len(numbers)
     left = iter(kinds)
     with rec.on():
