@@ -313,6 +313,8 @@ COUNTED = (
     "(k > 1) * (k > 2)", "(k > 1) | (k > 3)", "x.mean() * (k > 1)", "x.mean() * k / 3", "(x * (1 - 0.9**k)).mean()",
     "torch.tensor(k / 3)", "x.new_tensor(k / 3)", "torch.lerp(x, x * 2, k / 3).mean()", "x.clamp(max=k / 3).mean()",
     "(torch.arange(3) * (k / 3)).sum()", "x.mean() ** (k / 3)", "torch.where(x > 0, k / 3, 0.0).mean()",
+    "torch.full((2,), k / 3).sum()", "x.new_full((2,), k).sum()", "torch.full_like(x, k / 3).sum()",
+    "torch.tensor(k / 3, dtype=torch.float64)", "torch.full((), k / 3, dtype=torch.float64)",
     "x.mean().item() / 3", "(x / x.norm().item()).sum() * k",
 )  # fmt: skip
 

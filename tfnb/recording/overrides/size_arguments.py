@@ -38,8 +38,16 @@ def _tensor(rec: Recording, data: object, **kwargs: Any) -> Any:
     if not any(isinstance(leaf, (*_VARYING, torch.Tensor)) for leaf in tree_leaves(data)):
         return torch.tensor(data, **kwargs)
     frozen = kwargs.pop("requires_grad", False) is False
-    made = _stacked(data).to(kwargs.get("device"), kwargs.get("dtype"))
+    made = _as_tensor(rec, _stacked(data).to(kwargs.get("device"), kwargs.get("dtype")))
     return made if frozen else made.requires_grad_()
+
+
+def _as_tensor(rec: Recording, made: torch.Tensor) -> torch.Tensor:
+    """A copy of a number that promotes as a tensor does."""
+    copied = made.clone()
+    if isinstance(copied, Tensor):
+        rec.tape.numbers.discard(copied.value)
+    return copied
 
 
 def _as_in_python(rec: Recording, wanted: torch.dtype, item: Tensor) -> torch.Tensor:
@@ -62,6 +70,25 @@ def _stacked(data: Any) -> Any:
 @override(Stage.FUNCTION, torch.Tensor.new_tensor)
 def _new_tensor(rec: Recording, x: torch.Tensor, data: object, **kwargs: object) -> Any:
     return _tensor(rec, data, **{"dtype": x.dtype, "device": x.device, **kwargs})
+
+
+@override(Stage.FUNCTION, torch.full)
+def _full(rec: Recording, size: Sequence[Any], fill_value: object, **kwargs: Any) -> Any:
+    """torch.full of a recorded number; torch would fix it to the sample's."""
+    is_number = isinstance(fill_value, Tensor) and stands_for_number(rec, fill_value.value)
+    if not is_number or kwargs.keys() - {"dtype", "device"}:
+        return NotImplemented
+    return _as_tensor(rec, _tensor(rec, fill_value, **kwargs).expand(tuple(size)))
+
+
+@override(Stage.FUNCTION, torch.Tensor.new_full)
+def _new_full(rec: Recording, x: torch.Tensor, size: Sequence[Any], fill_value: object, **kwargs: Any) -> Any:
+    return _full(rec, size, fill_value, **{"dtype": x.dtype, "device": x.device, **kwargs})
+
+
+@override(Stage.FUNCTION, torch.full_like)
+def _full_like(rec: Recording, x: torch.Tensor, fill_value: object, **kwargs: Any) -> Any:
+    return _full(rec, x.shape, fill_value, **{"dtype": x.dtype, "device": x.device, **kwargs})
 
 
 def _without_generator(draw: Callable[..., Any]) -> Callable[..., Any]:
