@@ -150,7 +150,7 @@ return x * math.gamma(x[0, 1].item())
 return x * float(np.linalg.norm(x[0, 1].item()))
 
 # a number of torch
-return torch.full((2,), x[0, 1].item()) + x
+return torch.nn.functional.threshold(x, x[0, 1].item(), 0.0)
 """
 
 
