@@ -12,6 +12,9 @@ from torch import nn
 import tfnb
 from tfnb.errors import BranchChanged, Unsupported
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*a branch decides whether there is a .grad")
+
+
 Program = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor], Any]
 PROGRAMS: dict[str, tuple[Program, tuple[float, ...]]] = {}
 

@@ -411,6 +411,9 @@ HABITS = [
 
 
 @pytest.mark.parametrize("program", HABITS)
+@pytest.mark.filterwarnings(
+    "ignore:.*(a batch of a DataLoader|is a copy of another one|does not write into a plain tensor)"
+)
 def test_habits_are_recorded_as_torch_has_them(program: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     """Values, gradients of all parameters and three steps, at two batches."""
     check(network, program)

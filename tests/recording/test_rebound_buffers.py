@@ -114,6 +114,7 @@ WAYS = [call, cell, by_setattr, by_table, by_method, by_registration, without_gr
 
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint around a write")
 def test_every_way_of_rebinding_is_an_assignment(way: Program, staged: bool) -> None:
     check(way, staged=staged)
 
