@@ -234,7 +234,7 @@ def test_a_staged_statement_gives_what_python_gives(name: str, body: str) -> Non
     assert refused == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*became the constant", "ignore:.*Python took the")
+@pytest.mark.filterwarnings("ignore:.*became the constant", "ignore:.*Python took the", "ignore:.*took the sample")
 @pytest.mark.parametrize(("name", "body"), blocks(PYTHON), ids=[name for name, _ in blocks(PYTHON)])
 def test_a_statement_of_python_is_guarded(name: str, body: str) -> None:
     notes, refused = compared(body, FED[0], FED, (BranchChanged, ShapeError))
